@@ -16,6 +16,7 @@ test: $(VENV)/.test
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/mypy
+	$(VENV)/bin/mypy --config-file tests/mypy.ini tests
 	$(VENV)/bin/python -m pytest -n $(JOBS) $(ARGS)
 
 # The GPU tests, with torch, pytest and pyyaml of $(PYTHON). Warnings of other versions do not fail them.

@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 
 import pytest
+from support.optional import not_none
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for pytest itself: tests run in parallel
 for name in ("SUDO_UID", "SUDO_GID"):  # root's nodes then run as a user without an account
@@ -300,7 +301,7 @@ class Cli:
 
     def kill_worker(self, rank: int, number: int) -> None:
         """Send a signal to a worker of the script steps.py, in its node's PID namespace."""
-        pid = int(re.search(r"pid (\d+)", self.log(rank))[1])
+        pid = int(not_none(re.search(r"pid (\d+)", self.log(rank)))[1])
         plan = json.loads((self.run_dir() / "plan.json").read_text())
         if plan["inventory"]["engine"] == "process":
             os.kill(pid, number)

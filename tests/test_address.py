@@ -5,8 +5,8 @@ import json
 import subprocess
 from pathlib import Path
 
+import certifi
 import pytest
-import requests
 
 from orchestrate.cli.main import main
 from orchestrate.engines import choice
@@ -147,7 +147,7 @@ def assert_tls_refused(host: str) -> None:
 
 
 @pytest.mark.docker
-@pytest.mark.parametrize("more", [f"ca={requests.certs.where()}", "skip-tls-verify=true"])
+@pytest.mark.parametrize("more", [f"ca={certifi.where()}", "skip-tls-verify=true"])
 def test_a_context_with_tls_must_be_refused(docker_engine, config, monkeypatch, more):
     create_context("safe", f"host=tcp://localhost:2376,{more}")
     monkeypatch.setenv("DOCKER_CONTEXT", "safe")

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from conftest import descendants, eventually, gone
@@ -239,11 +240,12 @@ def test_a_node_that_is_cut_off_must_report_it_for_the_workers_that_it_killed(tm
 
 def test_workers_started_after_a_node_was_cut_off_must_not_be_reported_as_cut_off():
     callbacks, messages = [], []
-    loop = SimpleNamespace(
+    loop: Any = SimpleNamespace(
         workers=[], ending=False, start=lambda command, env, cwd, done, started: callbacks.append(done)
     )
     node = agent.Agent(loop, KEY)
-    node.channels.append(SimpleNamespace(send=messages.append))
+    channel: Any = SimpleNamespace(send=messages.append)
+    node.channels.append(channel)
     for generation in range(2):
         node.start(["script.py"], {"RANK": "0", "TORCHELASTIC_RESTART_COUNT": str(generation)}, None)
         if generation == 0:

@@ -4,6 +4,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -203,7 +204,12 @@ def tensors() -> dict[str, Tensor]:
 
 
 def test_a_copy_must_equal_the_state_and_share_no_memory_with_it():
-    state = {"tensors": tensors(), "list": [torch.ones(2), 3], "tuple": (torch.zeros(2), "text"), "none": None}
+    state: dict[str, Any] = {
+        "tensors": tensors(),
+        "list": [torch.ones(2), 3],
+        "tuple": (torch.zeros(2), "text"),
+        "none": None,
+    }
     copy = _Copies().of(state)
     expected = tensors()
     for name, value in state["tensors"].items():

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from conftest import MARK, ROOT
@@ -317,7 +318,7 @@ def test_one_gpu_must_be_shared_with_gloo_and_several_must_use_nccl(monkeypatch)
 
 
 def test_a_warm_run_that_did_not_use_the_nodes_must_be_refused():
-    nodes = SimpleNamespace(name="cluster-77aa")
+    nodes: Any = SimpleNamespace(name="cluster-77aa")
     text = "job one: 1 node × 1 worker, NCCL on GPU, on cluster-77aa\n"
     assert gpu.Cluster.check(nodes, text) == text
     with pytest.raises(RuntimeError, match="did not use the cluster: cluster-77aa does not fit"):

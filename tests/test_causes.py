@@ -8,7 +8,7 @@ from support.scripted import ALL_WELL, KILLED, Job
 
 from orchestrate.engines.base import Stop
 from orchestrate.engines.recording import RecordingEngine
-from orchestrate.job.outcomes import JobResult, WorkerExit
+from orchestrate.job.outcomes import JobResult, Outcome, Reason, WorkerExit
 from orchestrate.job.spec import JobSpec
 
 RESET = "RuntimeError: Connection reset by peer\n"
@@ -22,7 +22,7 @@ def job(tmp_path, monkeypatch):
 def test_a_cause_must_include_the_nodes_explanation_and_the_workers_last_lines(job):
     calls = []
     engine = RecordingEngine([KILLED], [ALL_WELL])
-    engine.explain = lambda end, node: (calls.append((end.rank, node)), "out of memory")[1]
+    engine.explain = lambda end, node: (calls.append((end.rank, node)), Reason.OUT_OF_MEMORY)[1]
     engine.hosts = {"trainer-1": "gpu-box"}
     job.paths.log(1).write_text("epoch 1\nepoch 2\n")
     assert job.run(engine).outcome == "succeeded"
@@ -35,7 +35,7 @@ def test_a_cause_must_include_the_nodes_explanation_and_the_workers_last_lines(j
 
 def test_a_worker_that_left_early_must_be_the_root_cause_without_asking_its_node(job):
     engine = RecordingEngine([[WorkerExit(1, 0)], [], [WorkerExit(0, 1)]], [ALL_WELL])
-    engine.explain = lambda end, node: "node lost"
+    engine.explain = lambda end, node: Reason.NODE_LOST
     job.paths.log(0).write_text(RESET)
     assert job.run(engine).outcome == "succeeded"
     assert job.causes() == [(1, "left early")]
@@ -66,15 +66,15 @@ def test_a_new_checkpoint_must_count_as_progress_without_metrics(job, saves):
     start = engine.start
     job.paths.checkpoints.joinpath("step-0").touch()
 
-    def save(*arguments) -> None:
-        start(*arguments)
+    def save(plan) -> None:
+        start(plan)
         if saves:
             job.paths.checkpoints.joinpath(f"step-{len(engine.plans)}").touch()
 
     engine.start = save
     outcome = job.run(engine, JobSpec(trainers=2, grace=0.01, max_restarts=10))
     assert outcome == (
-        JobResult("succeeded", "finished") if saves else JobResult("failed", "no progress in 3 generations")
+        JobResult(Outcome.SUCCEEDED, "finished") if saves else JobResult(Outcome.FAILED, "no progress in 3 generations")
     )
     assert {ended.progress for ended in job.supervisor.history.ended} == {saves}
 
@@ -93,8 +93,8 @@ def test_only_a_step_beyond_all_earlier_ones_must_count_as_progress(job):
     engine = RecordingEngine(*[[KILLED]] * 5, [ALL_WELL])
     start, steps = engine.start, iter([10, 20, 15, 20, 21, 22])
 
-    def advance(*arguments) -> None:
-        start(*arguments)
+    def advance(plan) -> None:
+        start(plan)
         with job.paths.metrics.open("a") as file:
             file.write(json.dumps({"step": next(steps)}) + "\n")
 

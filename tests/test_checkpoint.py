@@ -12,12 +12,14 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from conftest import ROOT, SCRIPTS
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from support.optional import not_none
 from test_training import ok, same
 
 from app import checkpoint, job, publish
@@ -50,7 +52,7 @@ def test_a_checkpoint_must_hold_the_state_as_of_the_call_to_save(tmp_path):
     store.save({"x": tensor, "inner": [{"y": tensor}]}, 1)
     tensor += 1  # training goes on while the save runs
     store.wait()
-    found = store.newest()[0]
+    found = not_none(store.newest())[0]
     assert not found["x"].any() and not found["inner"][0]["y"].any()
 
 
@@ -97,13 +99,13 @@ def test_any_flipped_byte_must_be_detected_and_the_previous_checkpoint_loaded(tm
         good = path.read_bytes()
         for position in range(len(good)):
             path.write_bytes(good[:position] + bytes([good[position] ^ 1]) + good[position + 1 :])
-            found, manifest = store.newest()
+            found, manifest = not_none(store.newest())
             assert found["step"] == manifest["step"] == 1
             assert manifest == manifests[1]
             assert torch.equal(found["weights"], state(1)["weights"])
         path.write_bytes(good)
     assert "checkpoint step-00000002 is damaged, trying the previous one" in capsys.readouterr().out
-    assert store.newest()[0]["step"] == 2
+    assert not_none(store.newest())[0]["step"] == 2
 
 
 @pytest.mark.parametrize("next_is", ["resume", "save"])
@@ -120,7 +122,7 @@ def test_a_checkpoint_whose_replacement_was_interrupted_must_be_restored(tmp_pat
         store.wait()
         assert [manifest["step"] for _, manifest in store.all()] == [1]
     else:
-        assert store.newest()[0]["step"] == 1
+        assert not_none(store.newest())[0]["step"] == 1
     assert not list(tmp_path.glob(".step-*.old"))
 
 
@@ -129,7 +131,7 @@ def test_a_truncated_checkpoint_must_be_skipped(tmp_path, cut):
     store = saved(tmp_path, None, None)
     path = tmp_path / "step-00000002" / "state.pt"
     path.write_bytes(path.read_bytes()[:cut])
-    assert store.newest()[0]["step"] == 1
+    assert not_none(store.newest())[0]["step"] == 1
 
 
 def test_newest_must_return_none_if_no_checkpoint_is_intact(tmp_path):
@@ -165,7 +167,7 @@ def test_the_files_of_a_checkpoint_must_be_durable_before_it_is_renamed(tmp_path
         done.append(f"{named(self)} becomes {named(target)}")
         return rename(self, target)
 
-    def note_rmtree(path: Path, **options: bool) -> None:
+    def note_rmtree(path: Path, **options: Any) -> None:
         done.append(f"remove {named(path)}")
         rmtree(path, **options)
 
@@ -193,7 +195,7 @@ def test_checkpoints_must_be_ordered_by_step_not_by_name(tmp_path):
         store.save(state(step), step)
         store.wait()
     assert [manifest["step"] for _, manifest in store.all()] == [7, 99_999_999, 100_000_000]
-    assert store.newest()[0]["step"] == 100_000_000
+    assert not_none(store.newest())[0]["step"] == 100_000_000
 
 
 def test_a_full_disk_must_not_end_the_training_at_once(tmp_path, capsys):
@@ -201,7 +203,7 @@ def test_a_full_disk_must_not_end_the_training_at_once(tmp_path, capsys):
     store = Checkpoints(tmp_path / "file" / "checkpoints")
     for step in (1, 2, 3):
         store.save(state(step), step)
-        store.thread.join()
+        not_none(store.thread).join()
     assert capsys.readouterr().out.count("could not be written: ") == 3
     for ends in (store.wait, lambda: store.save(state(4), 4)):
         with pytest.raises(OSError, match="3 checkpoints in a row"):
@@ -285,7 +287,7 @@ def test_transfer_must_list_missing_and_unexpected_tensors(small, tmp_path, caps
 
 def test_a_published_model_must_consist_of_weights_and_a_model_card(small, tmp_path):
     folder = small() / "checkpoints"
-    card = publish.publish(folder / "best", tmp_path / "out")
+    card: dict[str, Any] = publish.publish(folder / "best", tmp_path / "out")
     assert same(load_file(tmp_path / "out" / "model.safetensors"), checkpoint.load(folder / "best")[0]["model"])
     assert card == json.loads((tmp_path / "out" / "model.json").read_text())
     assert (card["model"], card["dataset"], card["parameters"]) == ("lenet", "mnist", 80202)
@@ -314,7 +316,7 @@ def test_a_worker_of_an_older_generation_must_not_save(tmp_path, capsys):
     older.save({"weights": torch.zeros(3)}, 8)
     older.wait()
     assert [manifest["step"] for _, manifest in newer.all()] == [7]
-    assert torch.equal(newer.newest()[0]["weights"], torch.ones(3))
+    assert torch.equal(not_none(newer.newest())[0]["weights"], torch.ones(3))
     assert "checkpoint at step 8 skipped: a newer generation saves here" in capsys.readouterr().out
 
 

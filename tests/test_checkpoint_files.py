@@ -9,6 +9,7 @@ import threading
 
 import pytest
 import torch
+from support.optional import not_none
 from test_checkpoint import saved, state
 
 from app import checkpoint, publish
@@ -25,7 +26,7 @@ def test_a_save_must_replace_an_earlier_checkpoint_of_the_same_step(tmp_path):
     store = saved(tmp_path, None, None)
     store.save({"weights": torch.zeros(2), "again": True}, 2)
     store.wait()
-    assert store.misses == 0 and store.newest()[0]["again"]
+    assert store.misses == 0 and not_none(store.newest())[0]["again"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["last", "step-00000001", "step-00000002"]
 
 
@@ -60,7 +61,7 @@ def test_tensors_of_the_same_name_must_be_kept_apart_even_if_shape_or_type_chang
         one, two = (torch.rand(size, dtype=dtype, requires_grad=True) for _ in range(2))
         store.save({"a": {"w": one}, "b": {"w": two}, "c": [{"w": one}, {"w": two}], "d": (two, one)}, step)
         store.wait()
-        found = store.newest()[0]
+        found = not_none(store.newest())[0]
         assert [type(found[name]) for name in "abcd"] == [dict, dict, list, tuple]
         for tensor in (found["a"]["w"], found["c"][0]["w"], found["d"][1]):
             assert torch.equal(tensor, one) and tensor.dtype == dtype
@@ -97,13 +98,13 @@ def test_a_disk_that_fills_up_during_a_save_must_cost_only_that_save(tmp_path, c
     try:
         store.save({"weights": torch.ones(size)}, 2)
         store.wait()
-        assert (store.misses, store.newest()[0]["step"]) == (1, 1)
+        assert (store.misses, not_none(store.newest())[0]["step"]) == (1, 1)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, before)
     store.save(state(3), 3)
     store.wait()
-    assert (store.misses, store.newest()[0]["step"]) == (0, 3)
+    assert (store.misses, not_none(store.newest())[0]["step"]) == (0, 3)
     assert "checkpoint at step 2 could not be written: " in capsys.readouterr().out
     assert not list(tmp_path.glob(".*"))
 

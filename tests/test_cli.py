@@ -13,6 +13,7 @@ import pytest
 import yaml
 from conftest import ROOT
 from support.commanded import Commands
+from support.optional import not_none
 from support.plans import Site
 from support.scripted import ALL_WELL, KILLED
 
@@ -98,7 +99,7 @@ def test_run_must_exit_with_the_code_of_the_error_if_the_job_could_not_start(do,
     engine.missing = {"trainer-1"}
     code, out, err = do("run", "--trainers", "2", *APP)
     assert (code, out, err[-1]) == (3, [], "error: no such node")
-    assert store.ended(JobPaths(next(runs.iterdir())))["outcome"] == "failed"
+    assert not_none(store.ended(JobPaths(next(runs.iterdir()))))["outcome"] == "failed"
 
 
 @pytest.mark.parametrize("arguments", [["plan"], ["run", "--dry-run"]], ids=" ".join)

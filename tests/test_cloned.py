@@ -7,6 +7,7 @@ import stat
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from conftest import docker
@@ -183,7 +184,7 @@ def test_attributes_set_on_the_socket_folder_must_not_affect_the_next_job(tmp_pa
 
 def test_nodes_must_not_run_as_the_owner_of_a_link_target(tmp_path, victim):
     (tmp_path / "job").symlink_to(victim)
-    daemon = SimpleNamespace(info={})
+    daemon: Any = SimpleNamespace(info={})
     with pytest.raises(EngineError, match="job is not a folder"):
         Daemon.user(daemon, tmp_path / "job", JobSpec())
     assert Daemon.user(daemon, victim, JobSpec(user=str(os.geteuid()))) == f"{os.geteuid()}:{os.getegid()}"
@@ -197,7 +198,7 @@ def test_a_clone_that_contains_a_cluster_must_not_mount_anything_of_the_host(cli
     """The cluster was created with `up`; its files were then edited and committed."""
     origin = cli.folder / "origin"
     shutil.copytree(cli.folder, origin, ignore=shutil.ignore_patterns("origin", "victim"))
-    options = ("--engine", "docker", "--trainers", "0", "--gpus", "none")
+    options: tuple[str, ...] = ("--engine", "docker", "--trainers", "0", "--gpus", "none")
     options += ("--set", "user=root") if os.geteuid() == 0 else ()  # the owner of the link targets
     name = cli("up", *options, "--runs", "origin/runs").stdout.strip()
     cluster = JobPaths(origin / "runs" / name)

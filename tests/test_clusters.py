@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 from support.commanded import Whole, create, supervised
+from support.methods import raising
 from support.plans import HERE, Site, plan
 from test_commands import end
 
 from orchestrate.cli import cluster
-from orchestrate.engines.base import JobState, ignoring
+from orchestrate.engines.base import JobState, ignoring, never
 from orchestrate.errors import EngineError, OrchestrateError, UsageError
 from orchestrate.files.paths import JobPaths
 from orchestrate.job import store, users
@@ -148,8 +149,15 @@ def test_clusters_must_be_listed_by_name_without_jobs_and_incomplete_ones(tmp_pa
 
 def test_bringing_up_a_cluster_must_start_all_its_nodes_including_standby_nodes(tmp_path):
     engine, seen = Whole(), []
-    engine.inventory = lambda spec, run, run_image: HERE if run_image else None
-    engine.up = lambda plan: seen.append((plan.nodes, plan.project, engine.run))
+
+    def inventory(spec, run, run_image: bool) -> Site:
+        assert run_image
+        return HERE
+
+    def up(plan, stopped=never) -> None:
+        seen.append((plan.nodes, plan.project, engine.run))
+
+    engine.inventory, engine.up = inventory, up
     one, _ = cluster.bring_up(engine, JobSpec(trainers=1, spares=1, name="mine"), tmp_path)
     assert one.name.startswith("mine-")
     assert seen == [(("master", "trainer-1", "trainer-2"), one.name, tmp_path / one.name / "nodes")]
@@ -161,11 +169,7 @@ def test_bringing_up_a_cluster_must_start_all_its_nodes_including_standby_nodes(
 @pytest.mark.parametrize("error", [EngineError, KeyboardInterrupt])
 def test_a_cluster_that_fails_to_start_must_leave_nothing_and_report_why(tmp_path, error):
     engine = Whole()
-
-    def fail(*_) -> None:
-        raise error("why")
-
-    engine.up = fail
+    engine.up = raising(error("why"))
     with pytest.raises(error, match="why"):
         cluster.bring_up(engine, JobSpec(trainers=1, name="mine"), tmp_path)
     assert list(tmp_path.iterdir()) == []
@@ -195,11 +199,7 @@ def test_the_files_of_a_cluster_must_be_kept_if_its_nodes_cannot_be_removed(tmp_
     one = new_cluster(tmp_path)
     create(one.paths, cluster="c-1")
     engine = Whole()
-
-    def fail(*_) -> None:
-        raise EngineError("away")
-
-    engine.remove = fail
+    engine.remove = raising(EngineError("away"))
     with pytest.raises(EngineError):
         cluster.take_down(engine, one, 7.0)
     assert one.paths.spec.exists()

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, eventually
 from support.commanded import create, supervised
+from support.optional import not_none
 from support.scripted import ALL_WELL
 
 from orchestrate.cli import commands
@@ -33,7 +34,7 @@ def engine(do):
 
 
 def end(paths: JobPaths, outcome: str = "succeeded", reason: str = "finished") -> None:
-    facts = {"root_cause": None, "failures": [], "pace": [], "left_behind": "", "generations": 1}
+    facts: dict[str, object] = {"root_cause": None, "failures": [], "pace": [], "left_behind": "", "generations": 1}
     facts |= {"job_id": paths.root.name, "world_size": 3, "duration_s": 1.0}
     records.write(paths.report, json.dumps({"outcome": outcome, "reason": reason, **facts}))
 
@@ -207,10 +208,10 @@ def test_followed_logs_must_be_printed_immediately(paths, tmp_path):
     follow = [sys.executable, "-m", "orchestrate", "logs", "a-1", "-f", "--rank", "0", "--runs", str(tmp_path)]
     with supervised(paths.root), subprocess.Popen(follow, env=env, stdout=subprocess.PIPE) as process:
         try:
-            assert select.select([process.stdout], [], [], 60)[0]
-            assert process.stdout.readline() == b"one\n"
+            assert select.select([not_none(process.stdout)], [], [], 60)[0]
+            assert not_none(process.stdout).readline() == b"one\n"
             end(paths)
-            assert (process.wait(timeout=60), process.stdout.read()) == (0, b"")
+            assert (process.wait(timeout=60), not_none(process.stdout).read()) == (0, b"")
         finally:
             process.kill()
 

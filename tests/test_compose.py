@@ -22,8 +22,9 @@ class Project:
 
     def start(self, *arguments: str, **env: str) -> subprocess.Popen[str]:
         command = ["docker", "compose", "--ansi", "never", "--project-name", self.name, *arguments]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        return subprocess.Popen(command, cwd=ROOT, env=self.env | env, text=True, **pipes)
+        return subprocess.Popen(
+            command, cwd=ROOT, env=self.env | env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
 
     def __call__(self, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
         process = self.start(*arguments, **env)

@@ -11,12 +11,14 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from support.agents import PIPE
 from support.ends import KEY, End, connected
 from support.fake_nodes import Nodes
 from support.messages import encoded, message
+from support.optional import not_none
 from support.scripted import Clock
 
 from orchestrate.engines import connection as links
@@ -91,7 +93,8 @@ def test_only_the_status_of_the_current_generation_must_count(generation, known)
 
 def test_workers_that_have_not_started_must_end_immediately_when_the_job_is_stopped():
     engine = nodes_with_workers(0, 3)
-    engine.queued = [SimpleNamespace(rank=rank) for rank in (1, 2)]
+    workers: list[Any] = [SimpleNamespace(rank=rank) for rank in (1, 2)]
+    engine.queued = workers
     engine.stop(Stop.TERMINATE)
     assert [(exit.rank, exit.code, exit.asked) for exit in engine.wait(0)] == [(1, 143, True), (2, 143, True)]
     assert engine.running == {0: "node-0"} and not engine.queued
@@ -119,15 +122,15 @@ def test_data_must_be_relayed_in_both_directions_until_one_side_closes(tmp_path,
             node, _ = server.accept()
             with node, node.makefile("rb") as file:
                 text = os.urandom(150_000)  # more than a single read returns
-                process.stdin.write(text)
-                process.stdin.flush()
+                not_none(process.stdin).write(text)
+                not_none(process.stdin).flush()
                 assert file.read(len(text)) == text
                 node.sendall(text)
-                assert process.stdout.read(len(text)) == text
+                assert not_none(process.stdout).read(len(text)) == text
                 if first == "orchestrator":
-                    process.stdin.close()
+                    not_none(process.stdin).close()
                     assert file.read() == b""
-            assert process.stdout.read() == b""
+            assert not_none(process.stdout).read() == b""
             assert process.wait(timeout=60) == 0
 
 
@@ -231,7 +234,7 @@ def test_a_connection_must_exchange_nonces_and_then_authenticate_each_line():
         timeouts, received = [], []
 
         def finish() -> None:
-            timeouts.append(link.sock.gettimeout())
+            timeouts.append(not_none(link.sock.gettimeout()))
             there.sendall(node.nonce[5:] + b"\n")
             nonce, proof, rest = there.recv(1000).split(b"\n")
             node.meet(nonce)

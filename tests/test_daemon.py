@@ -4,6 +4,7 @@ import os
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import docker.errors
 import pytest
@@ -311,7 +312,7 @@ def test_ctrl_c_must_be_raised_after_compose_has_ended(tmp_path):
     class Interrupted(subprocess.Popen[str]):
         counts = 0
 
-        def communicate(self, *arguments: object, **options: object) -> tuple[str, str]:
+        def communicate(self, *arguments: Any, **options: Any) -> tuple[str, str]:
             self.counts += 1
             if self.counts == 1:
                 raise KeyboardInterrupt

@@ -7,7 +7,7 @@ import pytest
 from support.plans import HERE, plan
 
 from orchestrate.job.logs import last_lines
-from orchestrate.job.outcomes import CAUSES, ObservedExit, WorkerExit
+from orchestrate.job.outcomes import CAUSES, ObservedExit, Reason, WorkerExit
 from orchestrate.job.spec import JobSpec
 from orchestrate.supervise.diagnosis import BY_ENGINE, diagnose, find_root_cause, is_peer_failure
 
@@ -37,7 +37,7 @@ FRAMES = [
 PLAN = plan(JobSpec(trainers=2), HERE, "j", 29500)
 
 
-def found(*ends: tuple, lines: dict | None = None) -> tuple[WorkerExit, str]:
+def found(*ends: tuple, lines: dict | None = None) -> tuple[WorkerExit, Reason | None]:
     """The worker to blame, from exits (seconds, rank, code), or (seconds, rank, code, "ours") if we stopped it."""
     exits = [ObservedExit(end[0], WorkerExit(end[1], end[2]), len(end) > 3) for end in ends]
     return find_root_cause(exits, lambda rank: (lines or {}).get(rank, []))
@@ -354,16 +354,16 @@ def test_a_hint_must_fit_local_processes(code, known, lines, hint):
     ],
 )
 def test_permanent_errors_must_be_distinguished_from_others(lines, cause):
-    assert diagnose(PLAN, WorkerExit(1, 1), "", lines, "log").cause == cause
+    assert diagnose(PLAN, WorkerExit(1, 1), None, lines, "log").cause == cause
 
 
 def test_a_failing_gpu_must_not_be_diagnosed_as_a_job_without_gpus():
     plan = dataclasses.replace(PLAN, gpus=("GPU-1", "GPU-2"))
-    assert diagnose(plan, WorkerExit(1, 1), "", ["RuntimeError: No CUDA GPUs are available"], "log").cause == "error"
+    assert diagnose(plan, WorkerExit(1, 1), None, ["RuntimeError: No CUDA GPUs are available"], "log").cause == "error"
 
 
 def test_a_cause_must_name_the_worker_its_node_and_its_host():
-    result = diagnose(PLAN, WorkerExit(2, 3), "", ["one", "two"], "rank-2.log", "gpu-box")
+    result = diagnose(PLAN, WorkerExit(2, 3), None, ["one", "two"], "rank-2.log", "gpu-box")
     assert (result.rank, result.node, result.exit_code) == (2, "trainer-2", 3)
     assert (result.last_lines, result.log) == (["one", "two"], "rank-2.log")
     assert result.summary == "rank 2 on trainer-2 (gpu-box) exited with code 3"
@@ -381,11 +381,11 @@ def test_every_cause_must_be_listed():
 def test_a_missing_program_must_be_distinguished_from_a_missing_file():
     trace = [*TRACE, '  File "subprocess.py", line 1, in _execute_child', "    raise child_exception_type(errno_num)"]
     lines = [*trace, "FileNotFoundError: [Errno 2] No such file or directory: 'nvidia-smi'"]
-    assert "the program is not installed" in diagnose(PLAN, WorkerExit(1, 1), "", lines, "log").hint
+    assert "the program is not installed" in diagnose(PLAN, WorkerExit(1, 1), None, lines, "log").hint
     later = [*lines, "", *TRACE, "FileNotFoundError: [Errno 2] No such file or directory: 'a.csv'"]
-    assert "the folder that you started from" in diagnose(PLAN, WorkerExit(1, 1), "", later, "log").hint
+    assert "the folder that you started from" in diagnose(PLAN, WorkerExit(1, 1), None, later, "log").hint
 
 
 def test_a_complete_traceback_must_need_no_hint():
-    assert diagnose(PLAN, WorkerExit(1, 1), "", [*TRACE, "ValueError: no"], "log").hint == ""
-    assert "further up" in diagnose(PLAN, WorkerExit(1, 1), "", ["ValueError: no"], "log").hint
+    assert diagnose(PLAN, WorkerExit(1, 1), None, [*TRACE, "ValueError: no"], "log").hint == ""
+    assert "further up" in diagnose(PLAN, WorkerExit(1, 1), None, ["ValueError: no"], "log").hint

@@ -9,7 +9,9 @@ import sys
 import tarfile
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from support.messages import message
@@ -20,6 +22,8 @@ from orchestrate.doctor import checks, findings
 from orchestrate.engines import check_cache
 from orchestrate.engines.base import JobState
 from orchestrate.engines.ports import free_port
+from orchestrate.engines.swarm.engine import SwarmEngine
+from orchestrate.engines.swarm.session import SwarmSession
 from orchestrate.errors import EngineError
 from orchestrate.job import users
 from orchestrate.job.gpus import Gpu
@@ -55,7 +59,7 @@ class Host:
     def reach(self, node: str) -> "Host":
         return self
 
-    def converse(self, request: protocol.Request, *_: object, **__: object) -> protocol.Status:
+    def converse(self, request: protocol.Request, *_: object, **__: object) -> Any:
         if isinstance(request, protocol.Upload):
             if self.error:
                 raise self.error
@@ -71,7 +75,7 @@ class Host:
 )
 def test_a_clock_that_differs_must_be_reported(monkeypatch, ahead, expected):
     monkeypatch.setattr(checks, "send_archive", lambda *_: None)
-    found = [finding.what for finding in checks._ask(Host(ahead), "master", "host-1", io.BytesIO())]
+    found = [finding.what for finding in checks._ask(cast(SwarmSession, Host(ahead)), "master", "host-1", io.BytesIO())]
     assert [text for text in found if "clock" in text] == (
         [f"host-1: its clock differs by {expected}"] if expected else []
     )
@@ -82,7 +86,7 @@ def test_a_clock_that_differs_must_be_reported(monkeypatch, ahead, expected):
 def test_a_host_that_large_packets_do_not_reach_must_be_reported(error):
     there = Host(0.0, error)
     with tempfile.TemporaryFile() as data:
-        (found,) = checks._ask(there, "master", "host-1", data)
+        (found,) = checks._ask(cast(SwarmSession, there), "master", "host-1", data)
     assert found.state == checks.BAD and found.what == "host-1: small packets arrive, large ones do not"
     assert "docs/swarm.md" in found.hint and there.closed
 
@@ -90,7 +94,7 @@ def test_a_host_that_large_packets_do_not_reach_must_be_reported(error):
 def test_a_node_that_does_not_answer_must_be_reported_with_the_ports(monkeypatch):
     silent = Host(0.0)
     monkeypatch.setattr(silent, "reach", lambda node: None)
-    (found,) = checks._ask(silent, "master", "host-1", io.BytesIO())
+    (found,) = checks._ask(cast(SwarmSession, silent), "master", "host-1", io.BytesIO())
     assert found.state == checks.BAD and found.what == "host-1: a node on it does not answer"
     assert "4789/udp" in found.hint and "7946/udp" in found.hint
 
@@ -100,6 +104,7 @@ class Manager:
 
     def __init__(self, *hosts: dict) -> None:
         self.known = hosts
+        self.host: Callable[[str], str] = str  # the host of a node; Nodes replaces it
 
     def hosts(self) -> dict[str, dict]:
         return {str(number): host for number, host in enumerate(self.known)}
@@ -111,7 +116,6 @@ class Nodes:
     def __init__(self, placed: dict[str, str], error: str = "", swarm: Manager | None = None) -> None:
         self.placed, self.error, self.manager = placed, error, swarm or Manager()
         self.down_after, self.links = 0.0, {host: Host(0.0) for host in placed.values()}
-
         self.manager.host = lambda node: self.placed[node]
 
     @property
@@ -142,9 +146,17 @@ class Nodes:
         self.down_after = grace
 
 
+def probe(engine: Nodes, spec: JobSpec, hosts: set[str]) -> list[checks.Finding]:
+    return [*checks._probe(cast(SwarmEngine, engine), spec, hosts)]
+
+
+def check_swarm(engine: Nodes) -> list[checks.Finding]:
+    return [*checks._swarm(cast(SwarmEngine, engine), JobSpec())]
+
+
 def test_each_host_must_be_tested_with_a_node_that_is_then_removed():
     engine = Nodes({"master": "host-2", "trainer-1": "host-1"})
-    found = [*checks._probe(engine, JobSpec(image="mine:1", trainers=7), {"host-1", "host-2", "host-3"})]
+    found = probe(engine, JobSpec(image="mine:1", trainers=7), {"host-1", "host-2", "host-3"})
     assert [(one.state, one.what.partition(":")[0]) for one in found] == [
         (checks.GOOD, "host-1"),
         (checks.GOOD, "host-2"),
@@ -162,7 +174,7 @@ def test_each_host_must_be_tested_with_a_node_that_is_then_removed():
 def test_nodes_that_do_not_start_must_also_be_removed():
     engine = Nodes({"master": "host-1"}, "no image mine:1")
     with pytest.raises(EngineError, match="no image"):
-        [*checks._probe(engine, JobSpec(), {"host-1"})]
+        probe(engine, JobSpec(), {"host-1"})
     assert engine.down_after > 0 and not engine.run.exists()
 
 
@@ -230,7 +242,7 @@ def test_the_gpus_of_a_host_must_be_counted(port):
 def test_only_hosts_that_accept_nodes_must_be_tested(port):
     hosts = host(port, name="host-2"), host(port, name="host-1"), host(port, name="host-3", availability="drain")
     engine = Nodes({"master": "host-1", "trainer-1": "host-2"}, swarm=Manager(*hosts))
-    found = [(one.state, one.what.replace("(", ":").split(":")[0].strip()) for one in checks._swarm(engine, JobSpec())]
+    found = [(one.state, one.what.replace("(", ":").split(":")[0].strip()) for one in check_swarm(engine)]
     assert found == [
         (checks.GOOD, "host-1"),
         (checks.GOOD, "host-2"),
@@ -244,7 +256,7 @@ def test_only_hosts_that_accept_nodes_must_be_tested(port):
 def test_different_engine_versions_must_be_reported_once(port):
     hosts = host(port), host(port, name="host-2", version="27.0.0"), host(port, name="host-3")
     engine = Nodes({"master": "host-1", "trainer-1": "host-2", "trainer-2": "host-3"}, swarm=Manager(*hosts))
-    (difference,) = [one for one in checks._swarm(engine, JobSpec()) if one.state != checks.GOOD]
+    (difference,) = [one for one in check_swarm(engine) if one.state != checks.GOOD]
     assert (
         difference.state == checks.WARNING and difference.what == "engine versions differ between hosts: 27.0.0, 28.0.1"
     )
@@ -252,7 +264,7 @@ def test_different_engine_versions_must_be_reported_once(port):
 
 def test_a_failure_to_start_nodes_must_be_reported(port):
     engine = Nodes({"master": "host-1"}, "no overlay", swarm=Manager(host(port)))
-    assert [*checks._swarm(engine, JobSpec())][-1] == checks.Finding(checks.BAD, "no overlay", "look at it")
+    assert check_swarm(engine)[-1] == checks.Finding(checks.BAD, "no overlay", "look at it")
 
 
 # --- the local engine

@@ -1,11 +1,12 @@
 """The supervisor must wait for an engine that goes away while workers run, and ask it again; on a scripted engine."""
 
 import pytest
+from support.methods import raising
 from support.scripted import ALL_WELL, KILLED, Job
 
 from orchestrate.engines.recording import RecordingEngine
 from orchestrate.errors import EngineError, EngineLost
-from orchestrate.job.outcomes import JobResult, WorkerExit
+from orchestrate.job.outcomes import JobResult, Outcome, WorkerExit
 from orchestrate.job.spec import JobSpec
 
 
@@ -53,7 +54,7 @@ def test_a_node_that_does_not_answer_when_the_engine_is_back_must_be_retried(job
         return adopt(*arguments)
 
     engine.adopt = fail_once
-    assert job.run(engine) == JobResult("succeeded", "finished")
+    assert job.run(engine) == JobResult(Outcome.SUCCEEDED, "finished")
 
 
 @pytest.mark.parametrize(("times", "word"), [(40, "succeeded"), (60, "lost")])
@@ -84,7 +85,7 @@ def test_a_stop_interrupted_by_a_lost_engine_must_be_repeated_with_its_grace_per
 
     engine = LeavingOnStop(job, 100, [], [[], []])
     job.stops = lambda: int("start" in engine.calls)
-    assert job.run(engine, JobSpec(trainers=2, grace=1.0)) == JobResult("stopped", "stopped by the user")
+    assert job.run(engine, JobSpec(trainers=2, grace=1.0)) == JobResult(Outcome.STOPPED, "stopped by the user")
     assert engine.calls == ["up", "start", "stop", "adopt", "stop", "down"]
 
 
@@ -102,7 +103,7 @@ def test_a_worker_that_ended_before_the_engine_went_away_must_not_count_as_lost(
     engine.leaves = lambda: 1 not in engine.running
     adopt = engine.adopt
     engine.adopt = lambda *arguments: adopt(*arguments) | {1}
-    assert job.run(engine) == JobResult("succeeded", "finished")
+    assert job.run(engine) == JobResult(Outcome.SUCCEEDED, "finished")
     assert len(job.supervisor.history.ended) == 1
 
 
@@ -115,7 +116,7 @@ def test_an_engine_that_comes_back_must_be_asked_which_workers_it_still_has(job)
         raise EngineLost("gone")
 
     engine.wait = wait_once
-    assert job.run(engine) == JobResult("succeeded", "finished")
+    assert job.run(engine) == JobResult(Outcome.SUCCEEDED, "finished")
     assert engine.calls == ["up", "start", "adopt", "down"]
     assert job.names().count("engine_lost") == job.names().count("engine_back") == 1
 
@@ -124,16 +125,15 @@ def test_an_engine_that_does_not_come_back_must_lose_the_job(job, monkeypatch):
     for module in ("supervise.running", "supervise.generation"):
         monkeypatch.setattr(f"orchestrate.{module}.ENGINE_TIMEOUT", 0.6)
     engine = RecordingEngine([])
-    engine.wait = lambda timeout: (_ for _ in ()).throw(EngineLost("gone"))
-    engine.adopt = engine.wait
-    engine.adopt = lambda *_: engine.wait(0)
-    assert job.run(engine) == JobResult("lost", "gone")
+    engine.wait = raising(EngineLost("gone"))
+    engine.adopt = raising(EngineLost("gone"))
+    assert job.run(engine) == JobResult(Outcome.LOST, "gone")
     assert engine.calls == ["up", "start", "down"]
 
 
 def test_workers_lost_with_the_engine_must_not_count_as_restarts(job):
     engine = RecordingEngine([KILLED], [ALL_WELL])
-    engine.explain = lambda end, node: (_ for _ in ()).throw(EngineLost("gone"))
+    engine.explain = raising(EngineLost("gone"))
     assert job.run(engine, JobSpec(trainers=2, grace=0.01, max_restarts=0)).outcome == "succeeded"
     assert job.causes() == [(1, "engine lost")]
 

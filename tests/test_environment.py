@@ -264,11 +264,12 @@ def test_a_file_system_error_must_be_reported_with_the_file(here, capsys, monkey
 
 
 def test_arguments_that_are_not_utf_8_must_be_refused(cli):
-    for arguments in (
+    refused: list[list[str | bytes]] = [
         ["--", "x.py", b"\xff"],
         ["--set", b"env.A=\xff", "--", "x.py"],
         ["--name", b"\xff", "--", "x.py"],
-    ):
+    ]
+    for arguments in refused:
         done = subprocess.run(
             [sys.executable, "-m", "orchestrate", "plan", *PROCESS, *arguments],
             cwd=cli.folder,

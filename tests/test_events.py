@@ -197,7 +197,14 @@ def test_an_event_must_be_read_as_it_was_written(kind, name):
 
 
 FAILURE = Cause(rank=1, node="trainer-1", exit_code=137, cause=Reason.KILLED, summary="s", hint="h", last_lines=["a"])
-VALUES = {float: 1.5, int: 7, str: "x", bool: True, tuple[str, ...]: ("a", "b"), dict[str, str]: {"a": "b"}}
+VALUES: dict[object, typing.Any] = {
+    float: 1.5,
+    int: 7,
+    str: "x",
+    bool: True,
+    tuple[str, ...]: ("a", "b"),
+    dict[str, str]: {"a": "b"},
+}
 VALUES |= {dict[int, str]: {3: "S"}, Outcome: Outcome.FAILED, Reason | None: Reason.KILLED, Cause | None: FAILURE}
 VALUES |= {tuple[int, ...]: (1, 2)}
 

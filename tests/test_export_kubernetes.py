@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import tarfile
+from typing import Any
 
 import kubernetes_validate
 import pytest
@@ -17,7 +18,7 @@ from orchestrate.errors import UsageError
 from orchestrate.export.kubernetes import kubernetes
 from orchestrate.job.spec import resolve
 
-SPEC = {
+SPEC: dict[str, Any] = {
     "trainers": 2,
     "gpus": "all",
     "nproc_per_node": 2,

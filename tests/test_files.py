@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from orchestrate.node.files import PIECE, Files
+from orchestrate.node.protocol import Uploaded
 
 
 def packed(**files: str) -> bytes:
@@ -23,9 +24,9 @@ def packed(**files: str) -> bytes:
     return out.getvalue()
 
 
-def put(files: Files, folder: Path, data: bytes, size: int = PIECE) -> dict:
+def put(files: Files, folder: Path, data: bytes, size: int = PIECE) -> Uploaded:
     """Upload a tar file to a node in pieces, and return the last answer."""
-    answer = {}
+    answer = Uploaded({})
     for offset in range(0, len(data), size):
         last = offset + size >= len(data)
         tag = hashlib.sha256(data).hexdigest() if last else ""

@@ -4,6 +4,7 @@ import sys
 from ipaddress import ip_address
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from support.namespaces import Space, possible
@@ -209,7 +210,7 @@ OWN = {
 }
 
 
-def container(**network: object) -> SimpleNamespace:
+def container(**network: object) -> Any:
     return SimpleNamespace(id="1", attrs={"NetworkSettings": {"Networks": {"j_job": network}}})
 
 

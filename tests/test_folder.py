@@ -152,8 +152,8 @@ def test_a_link_in_place_of_a_job_folder_on_a_cluster_must_not_move_files_of_the
     engine, shown = Whole([ALL_WELL]), []
     start = engine.start
 
-    def swap(*arguments) -> None:
-        start(*arguments)
+    def swap(plan) -> None:
+        start(plan)
         shutil.rmtree(inside)
         inside.symlink_to(outside)
 

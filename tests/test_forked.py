@@ -124,7 +124,7 @@ def test_a_forked_worker_must_behave_like_a_fresh_one(tmp_path, code):
     assert forked == fresh
 
 
-def result_of(folder, preload: str, code: str) -> tuple[int, list[str], str]:
+def result_of(folder, preload: str, code: str) -> tuple[int | None, list[str], str]:
     folder.mkdir()
     node = Waiting(folder, preload)
     exit_code = node.run(0, code)

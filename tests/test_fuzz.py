@@ -111,7 +111,7 @@ def test_an_engine_must_survive_any_message_from_a_node(messages):
 
     nodes = Nodes(0)
     link = Recorded("".join(json.dumps(message) + "\n" for message in messages).encode())
-    nodes.connections = {"node-0": link}
+    nodes.connections["node-0"] = link
     nodes.selector.register(link.sock, 1, "node-0")
     plan = planned()
     nodes._reset(plan)
@@ -121,8 +121,8 @@ def test_an_engine_must_survive_any_message_from_a_node(messages):
         nodes.activity()
     assert all(0 <= end.code <= 255 and end.rank in range(len(plan.workers)) for end in exits)
     nodes.selector.close()
-    for link in nodes.connections.values():
-        link.close()
+    for connection in nodes.connections.values():
+        connection.close()
 
 
 # --- output of workers

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 from conftest import eventually
 from support.on_gpus import ALONE, NEARLY, SHARED, on_cuda
+from support.optional import not_none
 
 pytestmark = pytest.mark.gpu
 
@@ -118,7 +119,7 @@ def busy(gpu, number: int) -> Iterator[None]:
     with subprocess.Popen(
         [*command, str(gpu.total // 10), f"cuda:{number}"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as program:
-        assert program.stdout.readline() == b"holds\n"
+        assert not_none(program.stdout).readline() == b"holds\n"
         yield
 
 

@@ -13,6 +13,7 @@ import pytest
 from conftest import docker, eventually
 from support.faults import OPTIONS, Background
 from support.namespaces import Space, command, possible
+from support.optional import not_none
 
 from orchestrate.engines.docker import guard, labels
 from orchestrate.engines.docker.client import Daemon
@@ -194,7 +195,7 @@ def test_users_of_this_machine_must_reach_a_node_only_with_host_access(guarded_n
         except ConnectionRefusedError:  # the server does not listen yet
             return b""
         except OSError as error:
-            return errno.errorcode[error.errno].encode()
+            return errno.errorcode[not_none(error.errno)].encode()
 
     assert eventually(answer) == (b"answer" if "open" in request.node.name else b"EHOSTUNREACH")
 

@@ -5,7 +5,7 @@ from support.scripted import ALL_WELL, Job
 
 from orchestrate.engines.recording import RecordingEngine
 from orchestrate.errors import EngineLost
-from orchestrate.job.outcomes import Activity, JobResult, WorkerExit
+from orchestrate.job.outcomes import Activity, JobResult, Outcome, WorkerExit
 from orchestrate.job.spec import JobSpec
 from orchestrate.supervise.hang import Position, late, parse_position
 
@@ -176,7 +176,7 @@ def test_a_job_must_not_count_as_hung_while_nodes_report_nothing_about_their_wor
     engine, silent = RecordingEngine([[]] * 600 + [ALL_WELL]), job.clock.now + since
     doing = engine.activity
     engine.activity = lambda: doing() if job.clock.now < silent else {}
-    assert job.run(engine, SPEC) == JobResult("succeeded", "finished")
+    assert job.run(engine, SPEC) == JobResult(Outcome.SUCCEEDED, "finished")
     assert not job.causes()
 
 
@@ -190,7 +190,7 @@ def test_workers_that_take_long_to_save_and_exit_must_not_count_as_hung(job):
 
 def test_a_job_without_hang_after_must_never_count_as_hung(job):
     engine = RecordingEngine([[]] * 9000 + [ALL_WELL])
-    assert job.run(engine, JobSpec(trainers=2, hang_after=None)) == JobResult("succeeded", "finished")
+    assert job.run(engine, JobSpec(trainers=2, hang_after=None)) == JobResult(Outcome.SUCCEEDED, "finished")
     assert not job.causes()
 
 
@@ -302,7 +302,7 @@ def test_an_active_job_must_not_count_as_hung(job, alive):
         engine.activity = lambda: {0: Activity("R", job.clock.now / 4), 1: Activity("S", 1.0), 2: Activity("S", 1.0)}
     if alive == "pause":
         engine.troubles = lambda: {"trainer-1": "paused"}
-    assert job.run(engine, JobSpec(trainers=2, hang_after=10.0)) == JobResult("succeeded", "finished")
+    assert job.run(engine, JobSpec(trainers=2, hang_after=10.0)) == JobResult(Outcome.SUCCEEDED, "finished")
     assert len(job.supervisor.history.ended) == 1
 
 

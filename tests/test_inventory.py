@@ -4,6 +4,7 @@ import importlib.util
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.plans import Site, plan
@@ -43,8 +44,9 @@ def compose(folder, monkeypatch, script: str) -> None:
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
 
 
-def spec(**more: object) -> JobSpec:
-    return JobSpec(**{"image": "mine:1", "command": ("work.py",), **more})
+def spec(**more: Any) -> JobSpec:
+    defaults: dict[str, Any] = {"image": "mine:1", "command": ("work.py",)}
+    return JobSpec(**defaults | more)
 
 
 def inventory(daemon: Daemon, requested: JobSpec, run: Path, runs: bool) -> Site:

@@ -11,6 +11,7 @@ import sys
 import tarfile
 import tracemalloc
 from pathlib import Path
+from typing import cast
 
 import pytest
 from conftest import descendants, docker, eventually, gone
@@ -18,6 +19,7 @@ from support.engines import Engine
 from support.faults import OPTIONS, Background
 
 from orchestrate.cli import commands
+from orchestrate.engines import base
 from orchestrate.engines.base import JobState
 from orchestrate.engines.docker.client import Daemon
 from orchestrate.engines.docker.image import _offer
@@ -392,7 +394,7 @@ class Others:
 def test_only_the_owner_of_a_job_may_touch_it(monkeypatch, user, owner, may):
     monkeypatch.setattr(os, "getuid", lambda: user)
     with contextlib.nullcontext() if may else pytest.raises(UsageError, match=f"a-1 belongs to user {owner}"):
-        assert commands._resources([Others(owner)], "a-1")
+        assert commands._resources([cast(base.Engine, Others(owner))], "a-1")
 
 
 # --- children of workers

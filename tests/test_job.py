@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from conftest import eventually
 from support.commanded import Whole, create, supervised
+from support.methods import after, before, raising
+from support.optional import not_none
 from support.scripted import ALL_WELL, KILLED
 from test_commands import end
 
@@ -160,7 +162,7 @@ def test_an_invalid_report_must_not_count_as_the_end_of_a_job(paths, text):
     records.write(paths.report, text)
     assert store.ended(paths) is None
     end(paths)
-    assert store.ended(paths)["outcome"] == "succeeded"
+    assert not_none(store.ended(paths))["outcome"] == "succeeded"
     whole = json.loads(paths.report.read_text())
     for key in ("outcome", "world_size", "failures"):
         records.write(paths.report, json.dumps({name: value for name, value in whole.items() if name != key}))
@@ -183,7 +185,7 @@ def test_a_replaced_report_must_not_count(paths):
     paths.report.write_text(original.replace("succeeded", "failed"))
     assert store.ended(paths) is None
     paths.report.write_text(original)
-    assert store.ended(paths)["outcome"] == "succeeded"
+    assert not_none(store.ended(paths))["outcome"] == "succeeded"
 
 
 def test_a_job_must_be_removed_completely_or_raise_the_reason(paths):
@@ -247,8 +249,7 @@ def test_a_report_must_describe_the_final_nodes_of_a_job(paths, monkeypatch):
     monkeypatch.setattr("orchestrate.supervise.nodes.MAX_ATTEMPTS", 1)
     create(paths, dataclasses.replace(SPEC, min_trainers=0))
     engine = Whole([KILLED], [[WorkerExit(0, 0), WorkerExit(1, 0)]])
-    start = engine.start
-    engine.start = lambda *arguments: (start(*arguments), engine.missing.add("trainer-1"))
+    engine.start = after(engine.start, lambda: engine.missing.add("trainer-1"))
     data, _ = supervise(paths, engine)
     assert (data["world_size"], store.load(paths)[1].nodes) == (2, ("master", "trainer-2"))
 
@@ -259,7 +260,8 @@ def test_a_job_that_cannot_start_must_write_a_report_and_raise(paths):
     engine.missing = {"trainer-1"}
     with pytest.raises(EngineError, match="no such node"):
         supervise(paths, engine)
-    assert (store.ended(paths)["outcome"], store.ended(paths)["reason"]) == ("failed", "could not start: no such node")
+    ended = not_none(store.ended(paths))
+    assert (ended["outcome"], ended["reason"]) == ("failed", "could not start: no such node")
     assert objects(paths.events.read_bytes().splitlines())[-1]["event"] == "job_ended"
 
 
@@ -284,8 +286,7 @@ def test_a_job_on_a_cluster_must_lock_it_and_get_its_files_back_at_the_end(paths
     create(paths, cluster="c-1")
     seen = []
     engine = Whole([ALL_WELL])
-    up = engine.up
-    engine.up = lambda plan, stopped: (seen.append(engine.run), up(plan, stopped))
+    engine.up = before(engine.up, lambda: seen.append(engine.run))
     locked: list[JobPaths] = []
     held = lock.held
     monkeypatch.setattr(lock, "held", lambda of: (locked.append(of), held(of))[1])
@@ -343,8 +344,7 @@ def test_a_flood_of_lines_must_not_delay_the_end_or_our_messages(paths, monkeypa
     monkeypatch.setattr(launch, "LAST_LINES_TIMEOUT", -1.0)
     create(paths)
     engine = Whole([ALL_WELL])
-    start = engine.start
-    engine.start = lambda *arguments: (start(*arguments), paths.log(0).write_text("\n" * (8 << 20)))
+    engine.start = after(engine.start, lambda: paths.log(0).write_text("\n" * (8 << 20)))
     _, shown = supervise(paths, engine)
     assert f"warning: some worker output was not shown: see {paths.logs}" in shown[-3:]
     assert shown.count("master 0    | ") < 8 << 20
@@ -357,8 +357,8 @@ def test_a_flood_from_many_workers_must_not_delay_the_end(paths, monkeypatch):
     engine = Whole([ALL_WELL])
     start = engine.start
 
-    def write(*arguments) -> None:
-        start(*arguments)
+    def write(plan) -> None:
+        start(plan)
         for rank in range(3):
             paths.log(rank).write_text("\n" * (1 << 20))  # the amount that is read of each at a time
 
@@ -372,9 +372,8 @@ def test_lines_left_over_from_a_long_turn_must_be_shown_in_the_next_turns(paths,
     monkeypatch.setattr(launch, "MAX_SHOW_SECONDS", -1.0)
     create(paths)
     engine = Whole([ALL_WELL])
-    start = engine.start
     written = [f"line {number}" for number in range(300)]
-    engine.start = lambda *arguments: (start(*arguments), paths.log(0).write_text("\n".join(written)))
+    engine.start = after(engine.start, lambda: paths.log(0).write_text("\n".join(written)))
     _, shown = supervise(paths, engine)
     assert [line.removeprefix("master 0    | ") for line in shown if line.startswith("master")] == written
 
@@ -427,9 +426,8 @@ def test_worker_output_must_be_shown_before_a_later_message_of_ours(paths):
 def test_worker_output_must_be_shown_even_if_the_supervisor_crashes(paths):
     create(paths)
     engine, shown = Whole([]), []
-    start = engine.start
-    engine.start = lambda *arguments: (start(*arguments), paths.log(0).write_text("last"))
-    engine.wait = lambda timeout: {}[timeout]
+    engine.start = after(engine.start, lambda: paths.log(0).write_text("last"))
+    engine.wait = raising(KeyError)
     before = threading.active_count()
     with pytest.raises(KeyError):
         launch.supervise(paths, engine, lambda: 0, shown.append)
@@ -441,7 +439,11 @@ def test_a_reader_that_stops_reading_must_not_block_the_supervisor(paths, monkey
     monkeypatch.setattr(launch, "READER_TIMEOUT", 0.01)
     create(paths)
     engine, resume = Whole([KILLED], [ALL_WELL]), threading.Event()
-    data = launch.supervise(paths, engine, lambda: 0, lambda _: resume.wait(60) and None)
+
+    def show(line: str) -> None:
+        resume.wait(60)
+
+    data = launch.supervise(paths, engine, lambda: 0, show)
     resume.set()
     assert (data["outcome"], data["generations"]) == ("succeeded", 2)
 
@@ -451,8 +453,7 @@ def test_a_progress_bar_must_go_to_the_same_stream_as_worker_output(paths, monke
     monkeypatch.setattr("orchestrate.console.PROGRESS_INTERVAL", -1.0)
     create(paths)
     engine, shown, lines = Whole([[], ALL_WELL]), [], []
-    start = engine.start
-    engine.start = lambda *arguments: (start(*arguments), paths.log(0).write_text("10%\r"))
+    engine.start = after(engine.start, lambda: paths.log(0).write_text("10%\r"))
     engine.wait, wait = lambda timeout: (eventually(lambda: lines), wait(timeout))[1], engine.wait
     launch.supervise(paths, engine, lambda: 0, shown.append, output=lines.append)
     assert lines[0] == "master 0    | 10%" and not any("10%" in line for line in shown)

@@ -5,23 +5,29 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from conftest import ROOT, eventually
 from support.ends import KEY
+from support.optional import not_none
 
 from orchestrate.engines.ports import free_port
 from orchestrate.node import agent, lease
 from orchestrate.node.lease import LEASE_TIMEOUT, Lease, answer
+from orchestrate.node.loop import Loop
 
 
 class Now:
     """The node's event loop and clock, controlled by the test."""
 
     def __init__(self) -> None:
-        self.now, self.due, self.read = 1000.0, [], None
-        self.pauses = []
+        self.now = 1000.0
+        self.due: list[Callable[[], None]] = []
+        self.read: Callable[[], None] | None = None
+        self.pauses: list[float] = []
 
     def monotonic(self) -> float:
         return self.now
@@ -50,7 +56,7 @@ def held(monkeypatch):
         relay.settimeout(10)
         loop, expired = Now(), []
         monkeypatch.setattr(lease, "time", loop)
-        node_lease = Lease(loop, KEY, relay.getsockname(), lambda: expired.append(loop.now))
+        node_lease = Lease(cast(Loop, loop), KEY, relay.getsockname(), lambda: expired.append(loop.now))
         yield node_lease, relay, loop, expired
         node_lease.end()
 
@@ -60,7 +66,7 @@ def test_an_answer_to_the_last_request_must_renew_the_lease(held):
     loop.now += LEASE_TIMEOUT - 0.1
     question, node = relay.recvfrom(64)
     relay.sendto(answer(KEY, question), node)
-    loop.read()
+    not_none(loop.read)()
     loop.now += LEASE_TIMEOUT - 0.1
     loop.turn()
     assert node_lease.held and not expired
@@ -81,7 +87,7 @@ def test_any_other_message_must_not_renew_the_lease(held, reply):
     loop.now += LEASE_TIMEOUT - 0.1
     question, node = relay.recvfrom(64)
     relay.sendto(reply(question), node)
-    loop.read()
+    not_none(loop.read)()
     loop.now += 0.2
     assert not node_lease.held
     loop.turn()
@@ -101,7 +107,7 @@ def answered(relay: socket.socket, loop: Now) -> None:
     for _ in range(3):
         question, node = relay.recvfrom(64)
     relay.sendto(answer(KEY, question), node)
-    loop.read()
+    not_none(loop.read)()
     loop.turn()
 
 
@@ -133,7 +139,7 @@ def test_an_unreachable_relay_must_be_retried(monkeypatch):
     loop, expired = Now(), []
     monkeypatch.setattr(lease, "time", loop)
     # An address that this socket may not send to.
-    node_lease = Lease(loop, KEY, ("255.255.255.255", 9), lambda: expired.append(loop.now))
+    node_lease = Lease(cast(Loop, loop), KEY, ("255.255.255.255", 9), lambda: expired.append(loop.now))
     try:
         loop.turn()
         assert len(loop.due) == 1 and not expired
@@ -161,7 +167,7 @@ def test_a_lease_must_expire_while_its_relay_is_unreachable(monkeypatch):
     loop, expired = Now(), []
     monkeypatch.setattr(lease, "time", loop)
     # An address that this socket may not send to.
-    node_lease = Lease(loop, KEY, ("255.255.255.255", 9), lambda: expired.append(loop.now))
+    node_lease = Lease(cast(Loop, loop), KEY, ("255.255.255.255", 9), lambda: expired.append(loop.now))
     loop.turn()
     loop.now += LEASE_TIMEOUT
     loop.turn()
@@ -242,7 +248,9 @@ def test_a_node_must_use_only_the_last_relay_it_was_given(monkeypatch):
             self.ended = True
 
     monkeypatch.setattr(agent, "Lease", Asking)
-    node = agent.Agent(SimpleNamespace(), KEY)
+    loop: Any = SimpleNamespace()
+    channel: Any = SimpleNamespace()
+    node = agent.Agent(loop, KEY)
     for port in (1, 2):
-        node.receive(SimpleNamespace(), {"ask": "lease", "relay": ["10.0.0.1", port]})
+        node.receive(channel, {"ask": "lease", "relay": ["10.0.0.1", port]})
     assert [(one.address, one.ended) for one in Asking.made] == [(("10.0.0.1", 1), True), (("10.0.0.1", 2), False)]

@@ -8,11 +8,13 @@ import socket
 import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from conftest import eventually
 from support.agents import Waiting
 from support.ends import KEY, End
+from support.optional import not_none
 from test_agent_requests import dial
 from test_sync import Node
 
@@ -20,6 +22,7 @@ from orchestrate.engines.connection import NodeConnection
 from orchestrate.node import listener, protocol
 from orchestrate.node.auth import Signer
 from orchestrate.node.listener import MAX_CLIENTS, Listener, serve
+from orchestrate.node.loop import Loop
 
 REQUEST = b'{"ask": "status"}\n'
 
@@ -69,7 +72,7 @@ def harness(monkeypatch, tmp_path) -> Iterator[SimpleNamespace]:
         return sock
 
     def listen(key: bytes) -> Listener:
-        return Listener(loop, server, lambda channel, message: received.append((channel, message)), key)
+        return Listener(cast(Loop, loop), server, lambda channel, message: received.append((channel, message)), key)
 
     yield SimpleNamespace(loop=loop, server=server, client=client, received=received, listen=listen)
     for each in [*clients, *loop.watched]:
@@ -200,7 +203,7 @@ def test_a_failed_accept_must_be_retried(number):
             return "connection", "address"
 
     loop, server, accepted = ManualLoop(), Server(), []
-    serve(loop, server, lambda *each: accepted.append(each))
+    serve(cast(Loop, loop), cast(socket.socket, server), lambda *each: accepted.append(each))
     loop.watched[server]()
     server.fails = False
     if number in (errno.EMFILE, errno.ENFILE):
@@ -233,11 +236,11 @@ def test_more_connections_than_descriptors_must_not_end_a_node(tmp_path):
 def test_many_unauthenticated_connections_must_not_lock_out_an_orchestrator(tmp_path):
     node = Node(tmp_path)
     try:
-        assert node.connect().converse(protocol.GetStatus(), protocol.Status).generation == -1
+        assert not_none(node.connect()).converse(protocol.GetStatus(), protocol.Status).generation == -1
         with contextlib.ExitStack() as stack:
             for _ in range(330):
                 stack.enter_context(eventually(node.dial))
-            assert node.connect().converse(protocol.GetStatus(), protocol.Status).generation == -1
+            assert not_none(node.connect()).converse(protocol.GetStatus(), protocol.Status).generation == -1
     finally:
         node.end()
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from support.commanded import supervised
+from support.optional import not_none
 from support.plans import HERE, plan
 
 from orchestrate.engines.recording import RecordingEngine
@@ -34,7 +35,7 @@ def other(tmp_path):
 @pytest.mark.timeout(60)
 def test_a_second_supervisor_must_learn_at_once_which_process_is_the_first(tmp_path, other):
     paths = JobPaths(tmp_path / "held")
-    assert lock.holder(paths).pid == other.pid
+    assert not_none(lock.holder(paths)).pid == other.pid
     with pytest.raises(BlockingIOError), lock.held(paths):
         pass
 
@@ -88,7 +89,7 @@ def locked(tmp_path):
     paths.lock.touch()
     command = [sys.executable, "-c", HOLD_LOCK, str(paths.lock)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdout.readline() == b"held\n"
+        assert not_none(process.stdout).readline() == b"held\n"
         yield process
 
 
@@ -101,7 +102,7 @@ def test_a_process_that_has_only_locked_the_file_must_not_be_taken_for_a_supervi
     paths = JobPaths(tmp_path)
     paths.lock.write_bytes(content.format(pid=locked.pid).encode("latin-1"))
     forbid_signals(monkeypatch)
-    found = lock.holder(paths)
+    found = not_none(lock.holder(paths))
     assert found.pid == 0 and not found.ask_to_stop()
     assert locked.poll() is None
 
@@ -120,12 +121,12 @@ def test_an_open_file_description_lock_must_not_lead_to_a_signal(tmp_path, conte
     forbid_signals(monkeypatch)
     with paths.lock.open("r+b") as file:
         fcntl.fcntl(file, fcntl.F_OFD_SETLK, struct.pack("hhqqi", fcntl.F_WRLCK, 0, 0, 0, 0))
-        found = lock.holder(paths)
+        found = not_none(lock.holder(paths))
         assert found.pid == 0 and not found.ask_to_stop()
 
 
 def test_a_process_that_reuses_the_id_of_an_ended_supervisor_must_not_be_signalled(tmp_path, other, monkeypatch):
-    found = lock.holder(JobPaths(tmp_path / "held"))
+    found = not_none(lock.holder(JobPaths(tmp_path / "held")))
     later = dataclasses.replace(found, started="1")  # as if another process had the same id
     with monkeypatch.context() as patched:
         forbid_signals(patched)
@@ -152,7 +153,7 @@ def test_a_process_of_another_user_must_not_be_taken_for_a_supervisor(tmp_path, 
         assert os.read(reader, 4) == b"held"
         file.write(f"{pid} {Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[19]}".encode())
     forbid_signals(monkeypatch)
-    assert lock.holder(paths).pid == 0
+    assert not_none(lock.holder(paths)).pid == 0
     os.close(end)
     assert os.waitpid(pid, 0)[1] == 0
     os.close(reader), os.close(writer)

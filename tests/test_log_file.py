@@ -3,9 +3,11 @@
 import logging
 import re
 import stat
+from pathlib import Path
 
 import pytest
 from support.commanded import create
+from support.methods import raising
 from support.scripted import ALL_WELL
 
 from orchestrate.engines.recording import RecordingEngine
@@ -41,7 +43,7 @@ def test_an_error_must_be_logged_with_its_traceback(paths):
 
 def test_an_internal_error_must_be_logged_and_end_the_command(paths):
     engine = RecordingEngine([ALL_WELL])
-    engine.start = lambda plan: {}["a bug"]
+    engine.start = raising(KeyError("a bug"))
     with pytest.raises(KeyError, match="a bug"):
         launch.supervise(paths, engine, lambda: 0, lambda _: None)
     assert "KeyError: 'a bug'" in text(paths.orchestrate_log)
@@ -57,10 +59,7 @@ def test_secrets_must_not_be_logged(tmp_path, capsys):
     spec = JobSpec(trainers=0, env={"API_TOKEN": "hunter2000"}, command=("-m", "app.train"))
     paths, engine = create(JobPaths(tmp_path / "a-1"), spec), RecordingEngine()
 
-    def fail(*_: object) -> None:
-        raise EngineError("the engine refused hunter2000")
-
-    engine.up = fail
+    engine.up = raising(EngineError("the engine refused hunter2000"))
     with log_file.shown("debug"), pytest.raises(EngineError):
         launch.supervise(paths, engine, lambda: 0, lambda _: None)
     for log in (text(paths.orchestrate_log), capsys.readouterr().err):
@@ -82,7 +81,7 @@ def test_a_link_in_place_of_the_log_must_not_be_followed(tmp_path):
 
 
 def test_a_full_disk_must_only_lose_the_log_message(capsys):
-    with log_file.kept("/dev/full", str):
+    with log_file.kept(Path("/dev/full"), str):
         LOG.info("lost")
     assert capsys.readouterr().err == ""
 

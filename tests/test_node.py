@@ -11,6 +11,7 @@ import sys
 import pytest
 from conftest import ROOT, descendants, eventually, gone
 from support.ends import KEY
+from support.optional import not_none
 
 NODE = str(ROOT / "orchestrate" / "node")
 
@@ -307,7 +308,7 @@ def test_a_log_must_continue_after_a_full_disk_and_note_how_much_is_missing(tmp_
     node = start_node(tmp_path, code, limit=2)  # bytes of the log
 
     def wait_for(line: bytes) -> None:
-        while node.stdout.readline() != b"[rank 2] " + line + b"\n":
+        while not_none(node.stdout).readline() != b"[rank 2] " + line + b"\n":
             assert node.poll() is None
 
     for line in (b"a", b"bcd", b"fg"):
@@ -339,12 +340,12 @@ def test_a_reader_that_does_not_read_must_not_block_a_worker(tmp_path):
 def test_a_slow_reader_must_get_the_rest_even_if_no_new_output_follows(tmp_path):
     node = start_node(tmp_path, "for i in range(30_000): print(i)\nprint('done')\nimport signal\nsignal.pause()")
     eventually(lambda: log(tmp_path).endswith(b"done\n"))
-    os.set_blocking(node.stdout.fileno(), False)
+    os.set_blocking(not_none(node.stdout).fileno(), False)
     received = bytearray()
 
     def read() -> bool:
         with contextlib.suppress(BlockingIOError):
-            received.extend(os.read(node.stdout.fileno(), 1 << 20))
+            received.extend(os.read(not_none(node.stdout).fileno(), 1 << 20))
         return received.endswith(b"[rank 2] done\n")
 
     try:

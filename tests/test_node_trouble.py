@@ -4,7 +4,7 @@ import pytest
 from support.scripted import ALL_WELL, Job
 
 from orchestrate.engines.recording import RecordingEngine
-from orchestrate.job.outcomes import JobResult, WorkerExit
+from orchestrate.job.outcomes import JobResult, Outcome, WorkerExit
 from orchestrate.job.spec import JobSpec
 
 
@@ -100,7 +100,7 @@ def test_trouble_with_a_node_without_workers_must_not_matter(job, monkeypatch):
     monkeypatch.setattr("orchestrate.supervise.generation.PARTITION_TIMEOUT", 0.0)
     engine = RecordingEngine([[]] * 5 + [ALL_WELL])
     engine.troubles = lambda: {"trainer-7": "partition"}
-    assert job.run(engine) == JobResult("succeeded", "finished")
+    assert job.run(engine) == JobResult(Outcome.SUCCEEDED, "finished")
     assert len(job.supervisor.history.ended) == 1
     assert not job.noted("node_in_trouble")
 

@@ -5,12 +5,14 @@ import shutil
 from pathlib import Path
 
 import pytest
+from support.methods import before
 from support.plans import HERE, plan
 from support.scripted import ALL_WELL, KILLED, Job
 
+from orchestrate.engines.base import Observed
 from orchestrate.engines.recording import RecordingEngine
 from orchestrate.errors import EngineError, EngineLost
-from orchestrate.job.outcomes import JobResult, WorkerExit
+from orchestrate.job.outcomes import JobResult, Outcome, WorkerExit
 from orchestrate.job.plan import read_plan
 from orchestrate.job.spec import JobSpec
 from orchestrate.supervise.job_files import JobFiles
@@ -26,10 +28,10 @@ def test_a_node_that_comes_back_at_the_third_attempt_must_not_fail_the_job(job, 
     engine, attempts = RecordingEngine([KILLED], [ALL_WELL]), []
     up = engine.up
 
-    def come_back(*arguments) -> None:
+    def come_back(*arguments, **options) -> None:
         attempts.append(job.clock.now)
         engine.missing = {"trainer-1"} if fails and len(attempts) in (2, 3) else set()
-        up(*arguments)
+        up(*arguments, **options)
         engine.missing = {"trainer-1"} if len(attempts) in (2, 3) else set()
 
     engine.up = come_back
@@ -50,12 +52,12 @@ def make_unreachable(job: Job, engine: RecordingEngine, seconds: float, generati
     """Make the engine unreachable for some seconds before a generation."""
     up, since = engine.up, []
 
-    def fail(*arguments) -> None:
+    def fail(*arguments, **options) -> None:
         if len(engine.plans) == generation:
             since.append(job.clock.now)
             if job.clock.now < since[0] + seconds:
                 raise EngineLost("gone")
-        up(*arguments)
+        up(*arguments, **options)
 
     engine.up = fail
 
@@ -71,7 +73,7 @@ def test_an_engine_that_is_unreachable_for_minutes_must_be_waited_for_and_report
 def test_an_engine_that_stays_unreachable_must_lose_a_job_that_has_run_and_fail_another(job):
     engine = RecordingEngine([KILLED])
     make_unreachable(job, engine, 310, 1)
-    assert job.run(engine) == JobResult("lost", "gone")
+    assert job.run(engine) == JobResult(Outcome.LOST, "gone")
     assert 300 <= job.clock.now - 1_000_000 < 310
     job.paths.events.unlink()
     make_unreachable(job, engine := RecordingEngine(), 310, 0)
@@ -130,11 +132,7 @@ def test_a_file_that_workers_need_must_be_waited_for_while_the_disk_is_full(job,
 @pytest.mark.parametrize("file", ["fence", "plan"])
 def test_a_run_directory_that_was_removed_must_end_the_job_at_once(job, file):
     engine = RecordingEngine([ALL_WELL])
-    up = engine.up
-    engine.up = lambda *arguments: (
-        shutil.rmtree(job.paths.root if file == "plan" else job.paths.shared),
-        up(*arguments),
-    )
+    engine.up = before(engine.up, lambda: shutil.rmtree(job.paths.root if file == "plan" else job.paths.shared))
     began = job.clock.now
     with pytest.raises(EngineError, match="cannot write to the run directory: .*No such file or directory"):
         job.run(engine)
@@ -145,7 +143,7 @@ def test_workers_whose_run_directory_is_removed_must_be_stopped_and_not_succeed(
     engine, countdown = RecordingEngine([]), [*range(50)]
     wait = engine.wait
 
-    def remove(timeout: float) -> list[WorkerExit]:
+    def remove(timeout: float) -> Observed:
         if countdown and not countdown.pop():
             shutil.rmtree(job.paths.root)
         return wait(timeout)
@@ -159,8 +157,7 @@ def test_workers_whose_run_directory_is_removed_must_be_stopped_and_not_succeed(
 def test_the_plan_of_each_generation_must_be_written_before_its_workers_start(job):
     kept = []
     engine = RecordingEngine([KILLED], [ALL_WELL])
-    start = engine.start
-    engine.start = lambda *arguments: (kept.append(read_plan(job.paths.plan.read_text(), {})), start(*arguments))
+    engine.start = before(engine.start, lambda: kept.append(read_plan(job.paths.plan.read_text(), {})))
     job.run(engine)
     assert [planned.generation for planned in kept] == [0, 1]
     assert kept == engine.plans

@@ -44,7 +44,7 @@ def of_another_user(path: Path) -> None:
     os.chown(path, 65534, 65534)
 
 
-FORGED = {
+FORGED: dict[Callable[[Path], None], str] = {
     linked: "it is a link",
     writable: "other users can write to it",
     of_a_group: "other users can write to it",

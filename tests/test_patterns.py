@@ -9,7 +9,7 @@ from orchestrate.engines.recording import RecordingEngine
 from orchestrate.errors import UsageError
 from orchestrate.files import bounded
 from orchestrate.job import patterns
-from orchestrate.job.outcomes import JobResult
+from orchestrate.job.outcomes import JobResult, Outcome
 from orchestrate.job.patterns import Patterns
 from orchestrate.job.spec import JobSpec, resolve
 
@@ -122,7 +122,7 @@ def test_a_request_to_stop_must_not_evaluate_any_rule(job, monkeypatch):
     monkeypatch.setattr(bounded, "call", lambda *arguments, **options: pytest.fail("a rule was evaluated"))
     spec, engine = job_with_slow_rule(job), RecordingEngine([KILLED], [ALL_WELL])
     job.stops = lambda: int("stop" in engine.calls)
-    assert job.run(engine, spec) == JobResult("stopped", "stopped by the user")
+    assert job.run(engine, spec) == JobResult(Outcome.STOPPED, "stopped by the user")
 
 
 def test_a_job_of_a_dead_supervisor_must_be_stopped_without_evaluating_a_rule(job, monkeypatch):
@@ -132,7 +132,7 @@ def test_a_job_of_a_dead_supervisor_must_be_stopped_without_evaluating_a_rule(jo
         patch.setattr("orchestrate.supervise.supervisor.decide", lambda *arguments: 1 / 0)
         job.run(engine, spec)
     job.stops = lambda: 1
-    assert job.run(RecordingEngine(), spec) == JobResult("stopped", "stopped by the user")
+    assert job.run(RecordingEngine(), spec) == JobResult(Outcome.STOPPED, "stopped by the user")
 
 
 @pytest.mark.parametrize(

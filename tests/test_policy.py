@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 
-from orchestrate.job.outcomes import ACTIONS, CAUSES, RULES, Cause, GenerationResult
+from orchestrate.job.outcomes import ACTIONS, CAUSES, RULES, Cause, GenerationResult, Outcome, Reason
 from orchestrate.job.spec import JobSpec
 from orchestrate.supervise import policy
 from orchestrate.supervise.policy import Decision
@@ -16,9 +16,9 @@ decide, action = partial(policy.decide, search=re.search), partial(policy.action
 def failure(number: int, cause: str = "killed", **facts) -> GenerationResult:
     """A failed generation; `facts` override its fields and those of its cause."""
     code, lines = facts.pop("exit_code", 137), facts.pop("last_lines", [])
-    found = Cause(rank=1, node="n", exit_code=code, cause=cause, summary="", hint="", last_lines=lines)
+    found = Cause(rank=1, node="n", exit_code=code, cause=Reason(cause), summary="", hint="", last_lines=lines)
     facts = {"time": 100.0 * number, "lasted": 60.0, "progress": True, "step": number * 10} | facts
-    return GenerationResult(generation=number, outcome="failed", why="", cause=found, **facts)
+    return GenerationResult(generation=number, outcome=Outcome.FAILED, why="", cause=found, **facts)
 
 
 def test_a_failure_must_lead_to_a_restart_within_the_budget():
@@ -59,7 +59,7 @@ def test_uncounted_failures_must_not_use_up_the_budget():
 
 
 def test_a_generation_that_was_stopped_to_add_a_node_must_not_be_counted():
-    rescaled = GenerationResult(generation=1, outcome="rescaled", why="a node is back", time=100.0)
+    rescaled = GenerationResult(generation=1, outcome=Outcome.RESCALED, why="a node is back", time=100.0)
     assert decide(JobSpec(max_restarts=2), [failure(0), rescaled, failure(2)]) == Decision(True, "restart 2 of 2")
 
 

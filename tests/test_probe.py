@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from typing import cast
 
 import pytest
 from conftest import docker, leftovers
@@ -98,7 +99,7 @@ def test_only_a_successful_probe_of_an_image_must_be_cached(images, monkeypatch,
 
 def test_the_projects_own_image_must_not_be_probed(monkeypatch, tmp_path):
     monkeypatch.setattr(probe, "_run", None)
-    assert probe.python(None, IMAGE, tmp_path) == "python"
+    assert probe.python(cast(Daemon, None), IMAGE, tmp_path) == "python"
 
 
 def test_local_processes_must_not_get_gpus_that_their_torch_cannot_use(monkeypatch, tmp_path):

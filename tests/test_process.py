@@ -12,10 +12,12 @@ import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import MARK, environ, eventually, gone, processes
 from support.ends import KEY
+from support.optional import not_none
 from support.plans import HERE, plan
 from support.scripted import Clock
 
@@ -53,16 +55,16 @@ class Nodes:
         engine.state = self.state
         return engine
 
-    def session(self, job: str = "j", **site: object) -> ProcessSession:
-        self.sessions.append(self.shell().open(SPEC, self.plan(job=job, **site), self.run, str))
+    def session(self, job: str = "j", **site: Any) -> ProcessSession:
+        self.sessions.append(self.shell().open(SPEC, self.plan(job=job, **site), self.run, lambda warning: None))
         return self.sessions[-1]
 
-    def plan(self, spec: JobSpec = SPEC, job: str = "j", **site: object) -> Plan:
+    def plan(self, spec: JobSpec = SPEC, job: str = "j", **site: Any) -> Plan:
         here = HERE.but(engine="process", master_addr="127.0.0.1", interface="lo", network="")
         changes = {"code": str(self.folder), "job_dir": str(self.run), **site}
         return plan(spec, here.but(**changes), job)
 
-    def up(self, job: str = "j", **site: object) -> ProcessSession:
+    def up(self, job: str = "j", **site: Any) -> ProcessSession:
         """A session whose nodes are up."""
         session = self.session(job, **site)
         session.up(self.plan(job=job, **site))
@@ -288,13 +290,13 @@ def test_a_node_must_be_terminated_first_and_killed_if_it_does_not_end(tmp_path,
 
     obedient, stubborn, killed = child("exit 5"), child(""), child("exit 5")
     process._stop_nodes([obedient, stubborn], 0.0)
-    assert [node.child.returncode for node in (obedient, stubborn)] == [5, -signal.SIGKILL]
+    assert [not_none(node.child).returncode for node in (obedient, stubborn)] == [5, -signal.SIGKILL]
     obedient.signal(0)  # no error, although it is gone
     records.make(tmp_path, KEY)
-    engine = ProcessEngine().open(SPEC, plan(SPEC, HERE, "j"), tmp_path / "run", str)
+    engine = ProcessEngine().open(SPEC, plan(SPEC, HERE, "j"), tmp_path / "run", lambda warning: None)
     engine.nodes = {"killed": killed}
     engine.discard(["killed"])
-    assert killed.child.returncode == -signal.SIGKILL
+    assert not_none(killed.child).returncode == -signal.SIGKILL
     engine.clients.selector.close()
 
 

@@ -4,6 +4,7 @@ import os
 import signal
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.joining import NINE, TEN, WAITS
@@ -210,7 +211,7 @@ def test_a_trainer_must_wait_for_a_master_that_is_not_listening_yet(monkeypatch,
 
 
 def test_a_temporary_failure_in_name_resolution_must_be_retried(monkeypatch):
-    answers = [socket.gaierror(socket.EAI_AGAIN, "later"), ("trainer", [], ["10.0.0.2"])]
+    answers: list[Any] = [socket.gaierror(socket.EAI_AGAIN, "later"), ("trainer", [], ["10.0.0.2"])]
 
     def resolve(name: str) -> tuple[str, list[str], list[str]]:
         answer = answers.pop(0)

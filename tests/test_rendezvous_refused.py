@@ -6,6 +6,7 @@ import os
 import resource
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 from conftest import eventually
@@ -17,7 +18,7 @@ def hello(**facts: object) -> dict:
     return {"say": "hello", **HELLO, **facts}
 
 
-REFUSED = [
+REFUSED: list[tuple[dict[str, Any], str]] = [
     ({}, "the message has no request in it"),
     ({"ask": "status"}, "the message has no request in it"),
     ({"say": "status"}, "unknown request 'status'"),
@@ -134,7 +135,7 @@ def test_an_invalid_join_timeout_must_be_reported(role):
 # --- a trainer
 
 
-STARTS = [
+STARTS: list[tuple[dict[str, Any], str]] = [
     ({"ask": "run", "envs": 7}, "run: envs must be a list of environments"),
     ({"ask": "run", "envs": [7]}, "run: envs must be an object of names and values"),
     ({"ask": "run", "envs": [{"RANK": "1"}, {}]}, "run: envs: RANK is missing"),

@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import ROOT
@@ -10,7 +11,7 @@ from support.plans import HERE, plan
 
 from orchestrate.files import folder
 from orchestrate.job import events
-from orchestrate.job.outcomes import Cause, GenerationResult, JobResult
+from orchestrate.job.outcomes import Cause, GenerationResult, JobResult, Outcome, Reason
 from orchestrate.job.report import line, phase, readable, report, text
 from orchestrate.job.spec import JobSpec
 
@@ -21,13 +22,19 @@ PLAN = plan(JobSpec(trainers=2), HERE, "j", 29500)
 def test_the_root_cause_must_be_from_the_last_generation_with_its_last_lines():
     def ended(generation: int, rank: int) -> GenerationResult:
         lines = [f"word {word} of rank {rank}" for word in range(3)]
-        facts = {"exit_code": 1, "cause": "error", "hint": "look", "last_lines": lines, "log": f"rank-{rank}.log"}
+        facts: dict[str, Any] = {
+            "exit_code": 1,
+            "cause": Reason.ERROR,
+            "hint": "look",
+            "last_lines": lines,
+            "log": f"rank-{rank}.log",
+        }
         cause = Cause(rank=rank, node=f"trainer-{rank}", summary=f"rank {rank} failed", **facts)
         return GenerationResult(
-            generation=generation, outcome="failed", why="a worker failed", cause=cause, step=5 * generation
+            generation=generation, outcome=Outcome.FAILED, why="a worker failed", cause=cause, step=5 * generation
         )
 
-    data = report(PLAN, JobResult("failed", "max_restarts is 1"), [ended(0, 1), ended(1, 2)], 0.0, [], [])
+    data = report(PLAN, JobResult(Outcome.FAILED, "max_restarts is 1"), [ended(0, 1), ended(1, 2)], 0.0, [], [])
     assert data["root_cause"]["rank"] == 2
     assert [failure["rank"] for failure in data["failures"]] == [1, 2]
     assert text(data).splitlines() == [
@@ -43,12 +50,12 @@ def test_the_root_cause_must_be_from_the_last_generation_with_its_last_lines():
 
 
 def test_the_report_of_a_restarted_job_must_list_what_failed():
-    cause = Cause(rank=1, node="n", exit_code=137, cause="killed", summary="rank 1 was killed", hint="")
+    cause = Cause(rank=1, node="n", exit_code=137, cause=Reason.KILLED, summary="rank 1 was killed", hint="")
     ended = [
-        GenerationResult(generation=0, outcome="failed", why="", cause=cause, step=7),
-        GenerationResult(generation=1, outcome="succeeded", why="finished"),
+        GenerationResult(generation=0, outcome=Outcome.FAILED, why="", cause=cause, step=7),
+        GenerationResult(generation=1, outcome=Outcome.SUCCEEDED, why="finished"),
     ]
-    data = report(PLAN, JobResult("succeeded", "finished"), ended, 3.0, [], [])
+    data = report(PLAN, JobResult(Outcome.SUCCEEDED, "finished"), ended, 3.0, [], [])
     assert data["root_cause"] is None
     assert text(data).splitlines() == [
         "succeeded: 3 workers, 3.0 s, 2 generations",
@@ -57,7 +64,7 @@ def test_the_report_of_a_restarted_job_must_list_what_failed():
 
 
 def pace(*rows: object) -> dict:
-    return report(PLAN, JobResult("succeeded", "finished"), [], 0.0, [{"rank_seconds": row} for row in rows], [])
+    return report(PLAN, JobResult(Outcome.SUCCEEDED, "finished"), [], 0.0, [{"rank_seconds": row} for row in rows], [])
 
 
 def test_a_worker_that_is_slow_in_most_steps_must_be_named_with_its_node():
@@ -89,12 +96,12 @@ def test_the_last_value_of_each_metric_must_be_the_final_one():
         {"epoch": 1, "accuracy": 0.9},
         {"step": 3, "loss": 0.2},
     ]
-    data = report(PLAN, JobResult("succeeded", "finished"), [], 0.0, rows, [])
+    data = report(PLAN, JobResult(Outcome.SUCCEEDED, "finished"), [], 0.0, rows, [])
     assert data["final_metrics"] == {"step": 3, "loss": 0.2, "epoch": 1, "accuracy": 0.9}
 
 
 MANY = "\N{ROCKET}" * 1000  # 12 bytes each as JSON
-LEFT_OUT = {
+LEFT_OUT: dict[str, dict[str, list[Any]]] = {
     "checkpoints": {"checkpoints": [Path(f"{number:05}", *["\N{ROCKET}" * 60] * 30) for number in range(10_000)]},
     "final_metrics": {"metrics": [{f"{number:04}": [MANY] * 8} for number in range(1000)]},
     "failures": {"lines": ["\ufffd" * (5 << 10)] * 12},
@@ -103,13 +110,19 @@ LEFT_OUT = {
 
 def full(checkpoints=(), metrics=(), lines=()) -> dict:
     """The report of a job that has failed 200 times, each with last lines."""
-    facts = {"exit_code": 1, "cause": "error", "hint": "look", "last_lines": [*lines], "log": "log"}
+    facts: dict[str, Any] = {
+        "exit_code": 1,
+        "cause": Reason.ERROR,
+        "hint": "look",
+        "last_lines": [*lines],
+        "log": "log",
+    }
     cause = Cause(rank=1, node="n", summary="rank 1 failed", **facts)
     ended = [
-        GenerationResult(generation=number, outcome="failed", why="a worker failed", cause=cause)
+        GenerationResult(generation=number, outcome=Outcome.FAILED, why="a worker failed", cause=cause)
         for number in range(200)
     ]
-    return report(PLAN, JobResult("failed", "why"), ended, 0.0, metrics, checkpoints)
+    return report(PLAN, JobResult(Outcome.FAILED, "why"), ended, 0.0, metrics, checkpoints)
 
 
 @pytest.mark.parametrize("key", LEFT_OUT)
@@ -143,16 +156,18 @@ def test_a_complete_report_must_not_warn():
 
 
 def test_long_messages_from_nodes_must_be_truncated():
-    data = report(PLAN, JobResult("failed", "x" * 10_000, left="y" * 10_000), [], 0.0, [], [])
+    data = report(PLAN, JobResult(Outcome.FAILED, "x" * 10_000, left="y" * 10_000), [], 0.0, [], [])
     assert (data["reason"], data["left_behind"]) == ("x" * 1000, "y" * 1000)
 
 
-CAUSE = Cause(rank=1, node="n", exit_code=1, cause="error", summary="rank 1 exited with code 1", hint="look", log="log")
-FAILED = GenerationResult(generation=0, outcome="failed", why="a worker failed", cause=CAUSE, lasted=2.5)
+CAUSE = Cause(
+    rank=1, node="n", exit_code=1, cause=Reason.ERROR, summary="rank 1 exited with code 1", hint="look", log="log"
+)
+FAILED = GenerationResult(generation=0, outcome=Outcome.FAILED, why="a worker failed", cause=CAUSE, lasted=2.5)
 
 
 def test_the_report_must_identify_the_job_and_state_its_duration():
-    data = report(PLAN, JobResult("lost", "gone", left="no answer"), [FAILED], 12.25, [], [Path("a"), Path("b")])
+    data = report(PLAN, JobResult(Outcome.LOST, "gone", left="no answer"), [FAILED], 12.25, [], [Path("a"), Path("b")])
     assert {key: data[key] for key in ("job_id", "outcome", "reason", "engine", "world_size", "generations")} == {
         "job_id": "j",
         "outcome": "lost",
@@ -174,10 +189,12 @@ def test_only_a_failed_job_must_have_a_root_cause(word):
 
 
 def test_a_job_that_failed_without_a_worker_to_blame_must_have_no_root_cause():
-    stopped = GenerationResult(generation=1, outcome="rescaled", why="a node is back")
-    data = report(PLAN, JobResult("failed", "the job cannot continue: no such node"), [FAILED, stopped], 0.0, [], [])
+    stopped = GenerationResult(generation=1, outcome=Outcome.RESCALED, why="a node is back")
+    data = report(
+        PLAN, JobResult(Outcome.FAILED, "the job cannot continue: no such node"), [FAILED, stopped], 0.0, [], []
+    )
     assert (data["root_cause"], len(data["failures"])) == (None, 1)
-    assert report(PLAN, JobResult("failed", "could not start"), [], 0.0, [], [])["root_cause"] is None
+    assert report(PLAN, JobResult(Outcome.FAILED, "could not start"), [], 0.0, [], [])["root_cause"] is None
 
 
 @pytest.mark.parametrize(("word", "expected"), [("succeeded", ""), ("stopped", " (why)"), ("lost", " (why)")])
@@ -188,7 +205,7 @@ def test_the_reason_must_be_shown_unless_the_job_succeeded(word, expected):
 
 
 def test_leftover_nodes_must_be_reported_with_the_command_that_removes_them():
-    data = report(PLAN, JobResult("succeeded", "finished", left="stuck"), [], 0.0, [], [])
+    data = report(PLAN, JobResult(Outcome.SUCCEEDED, "finished", left="stuck"), [], 0.0, [], [])
     assert text(data).splitlines()[1:] == [
         "warning: nodes were left behind: stuck",
         "hint: python -m orchestrate stop j",
@@ -200,19 +217,19 @@ def test_a_worker_must_not_be_called_slow_after_a_few_steps_or_if_it_is_alone():
     assert "slow: rank 2" in text(pace(*[[0.01, 0.01, 0.05]] * 5))
     assert "slow" not in text(pace(*[[0.01, 0.01, 0.02]] * 5))  # twice as long is not slow yet
     alone = plan(JobSpec(trainers=0), HERE, "j", 29500)
-    (found,) = report(alone, JobResult("succeeded", ""), [], 0.0, [{"rank_seconds": [0.5]}] * 5, [])["pace"]
+    (found,) = report(alone, JobResult(Outcome.SUCCEEDED, ""), [], 0.0, [{"rank_seconds": [0.5]}] * 5, [])["pace"]
     assert (found["step_s"], found["others_s"]) == (0.5, 0.5)
 
 
 def test_the_keys_of_the_report_must_be_documented():
     text = (ROOT / "docs" / "interface.md").read_text()
     rows = re.findall(r"^\| (`.*?`) \| ", text[text.index("## report.json") : text.index("## events.jsonl")], re.M)
-    data = report(PLAN, JobResult("failed", "x"), [FAILED], 0.0, [], [])
+    data = report(PLAN, JobResult(Outcome.FAILED, "x"), [FAILED], 0.0, [], [])
     assert {key for row in rows for key in re.findall(r"`(\w+)`", row)} == data.keys()
     assert all(f"`{key}`" in text for failure in data["failures"] for key in failure)
 
 
-FAILURE = Cause(rank=1, node="n", exit_code=1, cause="error", summary="it broke", hint="")
+FAILURE = Cause(rank=1, node="n", exit_code=1, cause=Reason.ERROR, summary="it broke", hint="")
 
 
 @pytest.mark.parametrize(
@@ -220,9 +237,9 @@ FAILURE = Cause(rank=1, node="n", exit_code=1, cause="error", summary="it broke"
     [
         (events.GenerationStarting(0, NODES, 3, 29500), ""),  # the plan has already shown it
         (events.GenerationStarting(2, NODES, 3, 29500), "generation 2: 3 workers"),
-        (events.GenerationEnded(generation=1, outcome="succeeded", why="finished"), ""),
+        (events.GenerationEnded(generation=1, outcome=Outcome.SUCCEEDED, why="finished"), ""),
         (
-            events.GenerationEnded(generation=1, outcome="failed", why="", cause=FAILURE),
+            events.GenerationEnded(generation=1, outcome=Outcome.FAILED, why="", cause=FAILURE),
             "generation 1 failed: it broke",
         ),
         (events.RestartDecided(False, "no", 0.0), ""),
@@ -260,7 +277,7 @@ def test_only_events_that_matter_to_the_user_must_be_shown(event, expected):
         (events.WorkersAwaited((2,)), "waiting for rank 2 to start"),
         (events.WorkersAwaited((*range(1, 11),)), "waiting for ranks 1, 2, 3, 4, 5, 6, 7, 8 and 2 more to start"),
         (events.WorkersStarted(), "waiting for the workers' first output"),
-        (events.GenerationEnded(generation=0, outcome="succeeded", why="finished"), ""),
+        (events.GenerationEnded(generation=0, outcome=Outcome.SUCCEEDED, why="finished"), ""),
         (events.NodesStopping(), "cleaning up"),
         (events.NodesDown(), ""),
         (events.WorkerEnded(0, "master", 0, stopping=False), None),

@@ -1,12 +1,13 @@
 """A job with a minimum must continue with fewer nodes, retry lost nodes with a backoff, and not take any back early."""
 
 import pytest
+from support.methods import after, before
 from support.scripted import ALL_WELL, KILLED, AtOnce, Job, WhenAsked
 
 from orchestrate.engines.base import Observed, Stop
 from orchestrate.engines.recording import RecordingEngine
 from orchestrate.errors import EngineLost
-from orchestrate.job.outcomes import JobResult, WorkerExit
+from orchestrate.job.outcomes import JobResult, Outcome, WorkerExit
 from orchestrate.job.spec import JobSpec
 from orchestrate.supervise.nodes import REJOIN_INTERVAL
 
@@ -67,8 +68,7 @@ def test_a_node_that_is_back_must_not_be_used_before_the_next_checkpoint(job, mo
 
 def test_fewer_nodes_than_the_minimum_must_fail_the_job(job):
     engine = RecordingEngine([KILLED])
-    start = engine.start
-    engine.start = lambda *arguments: (start(*arguments), engine.missing.update({"trainer-1", "trainer-2"}))
+    engine.start = after(engine.start, lambda: engine.missing.update({"trainer-1", "trainer-2"}))
     assert job.run(engine, JobSpec(trainers=2, grace=0.01, min_trainers=1)).outcome == "failed"
 
 
@@ -81,9 +81,9 @@ def test_a_node_that_does_not_come_back_must_be_retried_with_increasing_delays(j
         start(plan)
         engine.missing = {"trainer-1"}
 
-    def record(*arguments) -> None:
+    def record(*arguments, **options) -> None:
         attempts.append(job.clock.now)
-        up(*arguments)
+        up(*arguments, **options)
 
     engine.start, engine.up = play, record
     engine.wait = lambda timeout: (
@@ -98,8 +98,7 @@ def test_a_node_that_does_not_come_back_must_be_retried_with_increasing_delays(j
 def test_a_job_with_a_minimum_of_no_trainers_must_continue_with_the_master_alone(job):
     engine = RecordingEngine([KILLED], [[WorkerExit(0, 0)]])
     engine.hosts = {"master": "one", "trainer-1": "two"}
-    start = engine.start
-    engine.start = lambda *arguments: (start(*arguments), engine.missing.update({"trainer-1", "trainer-2"}))
+    engine.start = after(engine.start, lambda: engine.missing.update({"trainer-1", "trainer-2"}))
     assert job.run(engine, JobSpec(trainers=2, grace=0.01, min_trainers=0)).outcome == "succeeded"
     assert [worker.node for worker in engine.plans[1].workers] == ["master"]
     assert job.noted("nodes_up")[1] == {"nodes": ["master"], "hosts": {"master": "one"}}
@@ -107,21 +106,20 @@ def test_a_job_with_a_minimum_of_no_trainers_must_continue_with_the_master_alone
 
 def lose_trainer_1(engine: RecordingEngine) -> None:
     """Lose trainer-1 for good in the first generation."""
-    start = engine.start
-    engine.start = lambda *arguments: (start(*arguments), engine.missing.add("trainer-1"))
+    engine.start = after(engine.start, lambda: engine.missing.add("trainer-1"))
 
 
 def test_an_engine_that_stays_unreachable_must_not_be_taken_for_a_missing_node(job):
     engine = RecordingEngine([KILLED], [ALL_WELL])
     up = engine.up
 
-    def unreachable(*arguments) -> None:
+    def unreachable(*arguments, **options) -> None:
         if engine.plans:
             raise EngineLost("gone")
-        up(*arguments)
+        up(*arguments, **options)
 
     engine.up = unreachable
-    assert job.run(engine, JobSpec(trainers=2, grace=0.01, min_trainers=0)) == JobResult("lost", "gone")
+    assert job.run(engine, JobSpec(trainers=2, grace=0.01, min_trainers=0)) == JobResult(Outcome.LOST, "gone")
     assert 300 <= job.clock.now - 1_000_000 < 305
 
 
@@ -129,8 +127,7 @@ def test_the_clean_up_but_no_worker_must_wait_for_an_attempt_to_bring_a_node_bac
     monkeypatch.setattr("orchestrate.supervise.nodes.ThreadPoolExecutor", WhenAsked)
     engine = RecordingEngine([KILLED], [*[[]] * 200, [WorkerExit(0, 0), WorkerExit(1, 0)]])
     lose_trainer_1(engine)
-    up = engine.up
-    engine.up = lambda *arguments: (engine.calls.append("while they run") if engine.running else None, up(*arguments))
+    engine.up = before(engine.up, lambda: engine.calls.append("while they run") if engine.running else None)
     assert job.run(engine, JobSpec(trainers=2, grace=0.01, min_trainers=1)).outcome == "succeeded"
     assert engine.calls == ["up", "start", "stop", "up", "up", "up", "start", "up", "down"]
 
@@ -140,7 +137,13 @@ def test_a_supervisor_that_crashes_must_wait_for_the_node_it_brings_back_before_
     engine = RecordingEngine([KILLED], [[]] * 200)
     lose_trainer_1(engine)
     wait = engine.wait
-    engine.wait = lambda timeout: wait(timeout) if engine.batches or len(engine.plans) == 1 else {}[timeout]
+
+    def crash_at_the_end(timeout: float) -> Observed:
+        if engine.batches or len(engine.plans) == 1:
+            return wait(timeout)
+        raise KeyError
+
+    engine.wait = crash_at_the_end
     with pytest.raises(KeyError):
         job.run(engine, JobSpec(trainers=2, grace=5.0, min_trainers=1))
     assert engine.calls[-3:] == ["start", "up", "down"]
@@ -163,8 +166,8 @@ def test_a_node_that_came_back_and_is_missing_again_must_not_count_as_back(job, 
     engine = RecordingEngine([KILLED], [[]] * 50, [KILLED], two)
     start, wait = engine.start, engine.wait
 
-    def play(*arguments) -> None:
-        start(*arguments)
+    def play(plan) -> None:
+        start(plan)
         engine.missing = set() if len(engine.plans) == 2 else {"trainer-1"}
 
     def save(timeout):
@@ -189,8 +192,8 @@ def test_a_worker_that_fails_while_the_gang_is_stopped_for_a_rescale_must_count_
     engine = RecordingEngine([KILLED], [], [ALL_WELL])
     start, wait = engine.start, engine.wait
 
-    def play(*arguments) -> None:
-        start(*arguments)
+    def play(plan) -> None:
+        start(plan)
         engine.missing = {"trainer-1"} if len(engine.plans) == 1 else set()
 
     def save(timeout):

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.optional import not_none
 from test_training import same, weights
 
 from app import checkpoint, replicas, strategy, train
@@ -303,11 +304,11 @@ def test_all_workers_must_resume_from_the_checkpoint_that_rank_0_found(monkeypat
     for step in (1, 2):
         store.save({"at": step}, step)
         store.wait()
-    assert train.newest(job, store)[0]["at"] == 2
+    assert not_none(train.newest(job, store))[0]["at"] == 2
     job.rank = 1
     for step, expected in ((1, {"at": 1}), (2, {"at": 2})):
         monkeypatch.setattr(job, "broadcast", lambda tensors, like, step=step: [torch.tensor([step])])
-        assert train.newest(job, store)[0] == expected
+        assert not_none(train.newest(job, store))[0] == expected
     monkeypatch.setattr(job, "broadcast", lambda tensors, like: [torch.tensor([-1])])
     assert train.newest(job, store) is None
     monkeypatch.setattr(job, "broadcast", lambda tensors, like: [torch.tensor([3])])
@@ -319,7 +320,7 @@ def test_all_workers_must_resume_from_the_checkpoint_that_rank_0_found(monkeypat
 def test_random_state_must_be_restored_by_rank_if_the_world_size_is_the_same(monkeypatch, workers, restored):
     names = ("batch_size", "seed", "dataset", "model", "optimizer")
     states = [torch.Generator().manual_seed(seed).get_state() for seed in (10, 11)]
-    state = {"arguments": dict.fromkeys(names, 1), "epoch": 2, "epoch_step": 3, "random": states}
+    state: dict[str, Any] = {"arguments": dict.fromkeys(names, 1), "epoch": 2, "epoch_step": 3, "random": states}
     job = Job()
     job.rank, job.world_size = 1, workers
     torch.manual_seed(0)

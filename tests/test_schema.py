@@ -21,7 +21,7 @@ UNSEEN = [("command", "train.py 'a"), ("rules", [{"log": "(", "action": "count"}
 UNSEEN += [("max_run", "0"), ("grace", "0.0s"), ("cpus", "0.0"), ("preload", "a-b"), ("constraints", "node.labels.a==")]
 
 
-def is_valid(job_file: dict) -> bool:
+def is_valid(job_file: object) -> bool:
     return VALIDATOR.is_valid(job_file)
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, docker, proc
 from support.commanded import create
+from support.optional import not_none
 from support.scripted import ALL_WELL, KILLED
 
 from orchestrate.cli.arguments import EXPORTS
@@ -76,8 +77,8 @@ def test_a_run_must_show_no_secret_even_if_its_workers_print_it(do, printing, tm
     assert report["failures"][0]["last_lines"][-2:] == [f"login with {HIDDEN}", f"and {HIDDEN}"]
     shown = json.loads((run / "plan.json").read_text())["workers"][0]["env"]
     assert (shown["A"], shown["PHRASE"], shown["HF_TOKEN"]) == ("b", HIDDEN, HIDDEN)
-    for command in ("logs", "ps", "attach"):
-        code, out, err = do(command, *([] if command == "ps" else [run.name]))
+    for command in (["logs", run.name], ["ps"], ["attach", run.name]):
+        code, out, err = do(*command)
         assert code == 0 and CANARY not in "\n".join(out + err)
 
 
@@ -185,7 +186,7 @@ def test_a_secret_must_reach_the_workers_of_each_supervisor_and_nothing_else(cli
     digest = hashlib.sha256(CANARY.encode()).hexdigest()
     cli.wait_for(digest, rank=1)
     assert CANARY not in seen(name)
-    os.kill(lock.holder(JobPaths(cli.run_dir())).pid, signal.SIGKILL)
+    os.kill(not_none(lock.holder(JobPaths(cli.run_dir()))).pid, signal.SIGKILL)
     cli.finish_jobs()
     for command in (["ps"], ["attach", name], ["logs", name], ["wait", name]):
         done = cli(*command)

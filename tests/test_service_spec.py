@@ -7,6 +7,7 @@ import sys
 import tarfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.ends import KEY
@@ -117,7 +118,7 @@ def test_a_node_must_have_minimal_privileges_and_start_only_once():
 def test_the_nodes_of_a_cluster_must_have_its_name_whatever_job_they_run():
     spec = JobSpec(network="host")
     planned = plan(spec, HERE.but(cluster="c-1"), "digits-1")
-    ids = {"image": "i", "user": "7:8", "network": "net", "secret": ("id", "c-1-node"), "key": KEY}
+    ids: dict[str, Any] = {"image": "i", "user": "7:8", "network": "net", "secret": ("id", "c-1-node"), "key": KEY}
     task = service_spec.task(spec, planned, "master", **ids)
     assert (env(task)["JOB_ID"], env(task)["NODE_PORT"]) == ("c-1", str(service_spec.port(spec, "c-1") + 1))
     planned = plan(JobSpec(), HERE.but(cluster="c-1"), "digits-1")

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, Cli
 
-OTHERS = ("docker", "yaml", "_yaml", "requests", "torch", "numpy", "urllib3", "idna", "certifi", "charset_normalizer")
-OTHERS += ("chardet", "simplejson", "websocket", "paramiko", "brotli", "zstandard", "OpenSSL", "cryptography", "socks")
+OTHERS = ["docker", "yaml", "_yaml", "requests", "torch", "numpy", "urllib3", "idna", "certifi", "charset_normalizer"]
+OTHERS += ["chardet", "simplejson", "websocket", "paramiko", "brotli", "zstandard", "OpenSSL", "cryptography", "socks"]
 JOB = ("--engine", "process", "--trainers", "1", "--gpus", "none")
 SCRIPT = ("--", "hello.py")
 

@@ -11,6 +11,7 @@ import pytest
 from conftest import ROOT, docker, eventually
 from support.faults import complete
 from support.odd_text import odd
+from support.optional import not_none
 
 from orchestrate.job.spec import resolve
 
@@ -59,7 +60,7 @@ class Slurm:
         return self("env", *env, "sbatch", "--parsable", str(script)).strip()
 
     def state(self, job: str) -> str:
-        return re.search(r"JobState=(\w+)", self("scontrol", "show", "job", job))[1]
+        return not_none(re.search(r"JobState=(\w+)", self("scontrol", "show", "job", job)))[1]
 
     def log(self, name: str, rank: int) -> str:
         path = self.cli.folder / "runs" / name / "logs" / f"rank-{rank}.log"

@@ -1,10 +1,11 @@
 """A standby node must replace a lost one at once, with a scripted engine."""
 
 import pytest
+from support.methods import after
 from support.scripted import ALL_WELL, KILLED, Job, WhenAsked
 
 from orchestrate.engines.recording import RecordingEngine
-from orchestrate.job.outcomes import JobResult, WorkerExit
+from orchestrate.job.outcomes import JobResult, Outcome, WorkerExit
 from orchestrate.job.spec import JobSpec
 
 SPEC = JobSpec(trainers=2, grace=0.01, spares=1)
@@ -20,8 +21,7 @@ def with_standby(*generations: list[list[WorkerExit]], lost: tuple[str, ...] = (
     """An engine with a standby node that loses nodes for good in the first generation."""
     engine = RecordingEngine(*generations)
     engine.nodes.add("trainer-3")
-    start = engine.start
-    engine.start = lambda *arguments: (start(*arguments), engine.missing.update(lost))
+    engine.start = after(engine.start, lambda: engine.missing.update(lost))
     return engine
 
 
@@ -32,7 +32,12 @@ def nodes(engine: RecordingEngine) -> list[list[str]]:
 def test_a_standby_node_must_be_up_before_the_job_starts_and_have_no_worker(job):
     engine, requested = with_standby([ALL_WELL]), []
     up = engine.up
-    engine.up = lambda plan, stopped: (requested.append(plan.nodes), up(plan, stopped))
+
+    def record(plan, *arguments, **options) -> None:
+        requested.append(plan.nodes)
+        up(plan, *arguments, **options)
+
+    engine.up = record
     assert job.run(engine, SPEC).outcome == "succeeded"
     assert requested == [("master", "trainer-1", "trainer-2", "trainer-3")]
     assert engine.calls == ["up", "start", "down"]
@@ -76,7 +81,7 @@ def test_a_job_without_standby_nodes_must_have_its_nodes_up_before_the_next_gene
 
 def test_a_job_that_loses_more_nodes_than_it_has_on_standby_must_wait_for_one_to_come_back(job):
     engine = with_standby([KILLED], [ALL_WELL], lost=("trainer-1", "trainer-2"))
-    assert job.run(engine, SPEC) == JobResult("failed", "the job cannot continue: no such node")
+    assert job.run(engine, SPEC) == JobResult(Outcome.FAILED, "the job cannot continue: no such node")
     assert engine.calls == ["up", "start", "stop", "up", "up", "up", "down"]
 
 
@@ -84,9 +89,9 @@ def test_a_job_must_continue_with_enough_nodes_even_if_none_is_left_on_standby(j
     engine = with_standby([KILLED], [ALL_WELL], lost=("trainer-1", "trainer-2"))
     up = engine.up
 
-    def bring_one(*arguments) -> None:
+    def bring_one(*arguments, **options) -> None:
         engine.missing.discard("trainer-1")
-        up(*arguments)
+        up(*arguments, **options)
 
     engine.up = bring_one
     assert job.run(engine, SPEC).outcome == "succeeded"
@@ -103,7 +108,7 @@ def test_a_job_without_a_minimum_must_not_continue_with_fewer_nodes(job):
 
     engine.alive = look
     outcome = job.run(engine, SPEC)
-    assert outcome == JobResult("failed", "the job cannot continue: 2 of 3 nodes are alive")
+    assert outcome == JobResult(Outcome.FAILED, "the job cannot continue: 2 of 3 nodes are alive")
 
 
 def test_a_job_with_a_minimum_must_continue_if_its_standby_node_is_lost_at_the_last_moment(job):

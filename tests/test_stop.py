@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from support.commanded import Whole, create, noted, supervised
+from support.optional import not_none
 from support.scripted import ALL_WELL
 from test_commands import Meanwhile, end, runs_elsewhere
 
@@ -46,13 +47,13 @@ def test_stop_must_remove_what_an_ended_job_has_left(do, paths, engine):
     code, out, err = do("stop", "a-1")
     assert (code, out, err[-1]) == (0, [], "a-1 is stopped")
     assert engine.things == [] and engine.calls
-    assert store.ended(paths)["outcome"] == "succeeded"  # its outcome is unchanged
+    assert not_none(store.ended(paths))["outcome"] == "succeeded"  # its outcome is unchanged
 
 
 def test_stop_must_write_the_report_of_a_job_whose_supervisor_has_died(do, paths, engine):
     code, _, err = do("stop", "a-1")
     assert (code, err[0], err[-1]) == (0, "a-1 has no supervisor: removing its nodes", "a-1 is stopped")
-    assert (store.ended(paths)["outcome"], store.ended(paths)["reason"]) == ("stopped", BY_USER)
+    assert (not_none(store.ended(paths))["outcome"], not_none(store.ended(paths))["reason"]) == ("stopped", BY_USER)
     assert "up" not in engine.calls and "start" not in engine.calls
 
 
@@ -63,7 +64,7 @@ def test_stop_must_ask_the_supervisor_and_wait_for_its_end(do, paths, engine):
         assert other.wait(timeout=60) == -signal.SIGTERM  # before `supervised` ends it
     assert code == 0
     assert err.count("asking the supervisor of a-1 to stop") == 1
-    assert engine.things == [] and store.ended(paths)["outcome"] == "stopped"
+    assert engine.things == [] and not_none(store.ended(paths))["outcome"] == "stopped"
 
 
 def test_stop_must_ask_each_supervisor_that_takes_the_job_over_once(do, paths, engine, monkeypatch):

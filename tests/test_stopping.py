@@ -4,13 +4,14 @@ import errno
 from collections.abc import Callable
 
 import pytest
+from support.methods import before, raising
 from support.plans import HERE, plan
 from support.scripted import ALL_WELL, KILLED, Job
 
-from orchestrate.engines.base import Stop
+from orchestrate.engines.base import Stop, never
 from orchestrate.engines.recording import RecordingEngine
 from orchestrate.errors import EngineError
-from orchestrate.job.outcomes import JobResult, WorkerExit
+from orchestrate.job.outcomes import JobResult, Outcome, WorkerExit
 from orchestrate.job.spec import JobSpec
 from orchestrate.supervise.job_files import JobFiles
 
@@ -39,7 +40,7 @@ def test_a_second_request_to_stop_must_take_effect_while_nodes_are_removed(job):
     engine, answers, requests = RecordingEngine([ALL_WELL]), [], [0]
     job.stops = lambda: requests[0]
 
-    def down(grace: float, stopped: Callable[[], bool]) -> None:
+    def down(grace: float, stopped: Callable[[], bool] = never) -> None:
         for requests[0] in range(3):
             answers.append(stopped())
         raise EngineError("stopped before all files were copied")
@@ -51,7 +52,7 @@ def test_a_second_request_to_stop_must_take_effect_while_nodes_are_removed(job):
 
 def test_warnings_during_the_removal_of_nodes_must_be_reported(job):
     engine = RecordingEngine([ALL_WELL])
-    engine.down = lambda grace, stopped: engine.warn("some files are not copied")
+    engine.down = before(engine.down, lambda: engine.warn("some files are not copied"))
     job.run(engine)
     assert job.noted("warning_issued") == [{"text": "some files are not copied"}]
 
@@ -73,7 +74,7 @@ def test_a_job_must_clean_the_nodes_of_a_cluster_and_not_remove_them(job):
 def test_a_job_that_could_not_start_must_report_why_even_if_the_clean_up_fails(job):
     engine = RecordingEngine()
     engine.missing = {"trainer-1"}
-    engine.down = lambda grace, stopped: (_ for _ in ()).throw(EngineError("stuck"))
+    engine.down = raising(EngineError("stuck"))
     with pytest.raises(EngineError, match="no such node"):
         job.run(engine)
     assert job.noted("nodes_left") == [{"error": "stuck"}]
@@ -84,7 +85,7 @@ def test_an_outcome_must_be_decided_once_and_kept_for_later_supervisors(job):
     outcome = job.run(engine, JobSpec(trainers=2, grace=0.01, max_restarts=1))
     ended = job.supervisor.history.ended
     again = RecordingEngine()
-    assert job.run(again) == outcome == JobResult("failed", "max_restarts is 1")
+    assert job.run(again) == outcome == JobResult(Outcome.FAILED, "max_restarts is 1")
     assert again.calls == ["adopt", "down"]
     assert job.supervisor.history.ended == ended and [end.cause.rank for end in ended] == [1, 0]
     assert job.names()[-2:] == ["nodes_stopping", "nodes_down"]
@@ -111,7 +112,7 @@ def test_a_request_to_stop_must_end_the_delay_before_the_next_generation(job):
         return int(bool(decided) and job.clock.now > decided[0] + 0.3)
 
     job.stops = stops
-    assert job.run(engine, spec) == JobResult("stopped", "stopped by the user")
+    assert job.run(engine, spec) == JobResult(Outcome.STOPPED, "stopped by the user")
     assert job.clock.now < decided[0] + 0.6
     assert len(engine.plans) == 2
 
@@ -120,7 +121,7 @@ def test_a_request_to_stop_must_end_the_delay_before_the_next_generation(job):
 def test_nodes_whose_workers_do_not_end_must_be_removed_in_time(job, requests, call, least):
     engine = Unstoppable([])
     job.stops = lambda: requests * ("start" in engine.calls)
-    assert job.run(engine, JobSpec(trainers=2, grace=30.0)) == JobResult("stopped", "stopped by the user")
+    assert job.run(engine, JobSpec(trainers=2, grace=30.0)) == JobResult(Outcome.STOPPED, "stopped by the user")
     assert engine.calls == ["up", "start", call, "discard master trainer-1 trainer-2", "down"]
     assert least <= job.when("workers_lost")[0] < least + 1
     assert job.noted("workers_lost") == [{"ranks": [0, 1, 2]}]
@@ -128,16 +129,18 @@ def test_nodes_whose_workers_do_not_end_must_be_removed_in_time(job, requests, c
 
 def test_workers_that_exceed_max_run_must_be_stopped_once_and_removed_in_time(job):
     engine = Unstoppable([])
-    assert job.run(engine, JobSpec(trainers=2, grace=30.0, max_run=10.0)) == JobResult("stopped", "max_run was reached")
+    assert job.run(engine, JobSpec(trainers=2, grace=30.0, max_run=10.0)) == JobResult(
+        Outcome.STOPPED, "max_run was reached"
+    )
     assert job.noted("workers_stopping") == [{"why": "max_run was reached", "kill": False}]
     assert 45 <= job.when("workers_lost")[0] < 46
 
 
 def test_nodes_that_cannot_be_removed_must_not_keep_the_job_from_ending(job):
     engine = Unstoppable([])
-    engine.discard = lambda nodes: (_ for _ in ()).throw(EngineError("stuck"))
+    engine.discard = raising(EngineError("stuck"))
     job.stops = lambda: int("start" in engine.calls)
-    assert job.run(engine) == JobResult("stopped", "stopped by the user")
+    assert job.run(engine) == JobResult(Outcome.STOPPED, "stopped by the user")
     assert job.noted("nodes_left") == [{"error": "stuck"}]
 
 
@@ -145,7 +148,7 @@ def test_workers_killed_by_a_second_request_must_not_be_the_root_cause(job):
     engine = RecordingEngine([[WorkerExit(0, 1)]], stubborn=True)
     job.stops = lambda: 2 * ("stop" in engine.calls)
     outcome = job.run(engine, JobSpec(trainers=2, grace=30.0, max_restarts=0))
-    assert outcome == JobResult("failed", "max_restarts is 0")
+    assert outcome == JobResult(Outcome.FAILED, "max_restarts is 0")
     assert engine.calls == ["up", "start", "stop", "kill", "down"]
     assert job.causes() == [(0, "error")]
 
@@ -153,7 +156,7 @@ def test_workers_killed_by_a_second_request_must_not_be_the_root_cause(job):
 def test_a_request_to_stop_must_not_hide_an_earlier_failure(job):
     engine = RecordingEngine([KILLED])
     job.stops = lambda: int("stop" in engine.calls)
-    assert job.run(engine) == JobResult("stopped", "stopped by the user")
+    assert job.run(engine) == JobResult(Outcome.STOPPED, "stopped by the user")
     assert job.causes() == [(1, "killed")]
 
 
@@ -164,13 +167,13 @@ def test_a_full_disk_must_not_keep_workers_from_being_stopped(job, monkeypatch):
     def full(*_, **__) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    def start_and_fill(*arguments) -> None:
-        start(*arguments)
+    def start_and_fill(plan) -> None:
+        start(plan)
         monkeypatch.setattr(JobFiles, "fence", full)
 
     engine.start = start_and_fill
     job.stops = lambda: int("start" in engine.calls)
-    assert job.run(engine) == JobResult("stopped", "stopped by the user")
+    assert job.run(engine) == JobResult(Outcome.STOPPED, "stopped by the user")
     assert engine.calls == ["up", "start", "stop", "down"]
 
 

@@ -4,13 +4,14 @@ import errno
 import json
 
 import pytest
+from support.methods import after, before, raising
 from support.scripted import ALL_WELL, KILLED, Job
 
 from orchestrate.engines.base import Observed, Stop
 from orchestrate.engines.recording import RecordingEngine
 from orchestrate.errors import EngineError, ResourceError
 from orchestrate.job.events import WarningIssued
-from orchestrate.job.outcomes import JobResult, WorkerExit
+from orchestrate.job.outcomes import JobResult, Outcome, WorkerExit
 from orchestrate.job.report import line
 from orchestrate.job.spec import JobSpec
 
@@ -22,13 +23,13 @@ def job(tmp_path, monkeypatch):
 
 def test_a_job_must_succeed_only_when_all_workers_have(job):
     engine = RecordingEngine([[WorkerExit(1, 0)], [], [WorkerExit(0, 0), WorkerExit(2, 0)]])
-    assert job.run(engine) == JobResult("succeeded", "finished")
+    assert job.run(engine) == JobResult(Outcome.SUCCEEDED, "finished")
     assert engine.calls == ["up", "start", "down"]
 
 
 def test_a_failure_must_stop_the_gang_and_start_the_next_generation(job):
     engine = RecordingEngine([[WorkerExit(1, 0)], [], [WorkerExit(2, 137)]], [ALL_WELL])
-    assert job.run(engine) == JobResult("succeeded", "finished")
+    assert job.run(engine) == JobResult(Outcome.SUCCEEDED, "finished")
     assert engine.calls == ["up", "start", "stop", "up", "start", "down"]
     assert job.causes() == [(2, "killed")]
 
@@ -36,8 +37,7 @@ def test_a_failure_must_stop_the_gang_and_start_the_next_generation(job):
 def test_each_generation_must_have_its_own_port_restart_count_and_fence(job):
     fences = []
     engine = RecordingEngine([KILLED], [KILLED], [ALL_WELL])
-    start = engine.start
-    engine.start = lambda *arguments: (fences.append(job.paths.fence.read_text()), start(*arguments))
+    engine.start = before(engine.start, lambda: fences.append(job.paths.fence.read_text()))
     job.run(engine)
     envs = [plan.workers[0].env for plan in engine.plans]
     assert [env["MASTER_PORT"] for env in envs] == ["29500", "29501", "29502"]
@@ -47,8 +47,7 @@ def test_each_generation_must_have_its_own_port_restart_count_and_fence(job):
 
 def test_workers_must_be_fenced_before_they_are_stopped(job):
     engine = RecordingEngine([KILLED], [ALL_WELL])
-    stop = engine.stop
-    engine.stop = lambda how: (stop(how), engine.calls.append(job.paths.fence.read_text().strip()))
+    engine.stop = after(engine.stop, lambda: engine.calls.append(job.paths.fence.read_text().strip()))
     job.run(engine)
     assert engine.calls[2:4] == ["stop", "0 over"]
 
@@ -56,7 +55,7 @@ def test_workers_must_be_fenced_before_they_are_stopped(job):
 def test_a_job_that_fails_too_often_must_end_with_the_last_cause(job):
     engine = RecordingEngine(*[[KILLED]] * 2)
     outcome = job.run(engine, JobSpec(trainers=2, grace=0.01, max_restarts=1))
-    assert outcome == JobResult("failed", "max_restarts is 1")
+    assert outcome == JobResult(Outcome.FAILED, "max_restarts is 1")
     assert job.causes() == [(1, "killed")] * 2
     assert engine.calls[-1] == "down"
 
@@ -85,7 +84,7 @@ def test_repeated_metrics_must_not_count_as_progress(job):
 def test_a_permanent_failure_must_not_be_retried(job):
     job.paths.log(0).write_text("ModuleNotFoundError: No module named 'nonesuch'\n")
     engine = RecordingEngine([[WorkerExit(0, 1)]])
-    assert job.run(engine) == JobResult("failed", "this kind of failure is not retried")
+    assert job.run(engine) == JobResult(Outcome.FAILED, "this kind of failure is not retried")
     assert job.causes() == [(0, "script")]
 
 
@@ -135,7 +134,7 @@ def test_workers_that_fail_one_after_the_other_must_be_stopped_once(job):
 def test_a_request_to_stop_must_stop_the_gang(job):
     engine = RecordingEngine([])
     job.stops = lambda: 1 if "start" in engine.calls else 0
-    assert job.run(engine) == JobResult("stopped", "stopped by the user")
+    assert job.run(engine) == JobResult(Outcome.STOPPED, "stopped by the user")
     assert engine.calls == ["up", "start", "stop", "down"]
 
 
@@ -159,7 +158,7 @@ def test_a_later_supervisor_must_not_restart_a_job_that_could_not_start(job):
     with pytest.raises(EngineError):
         job.run(engine)
     engine = RecordingEngine()
-    assert job.run(engine) == JobResult("failed", "could not start: no such node")
+    assert job.run(engine) == JobResult(Outcome.FAILED, "could not start: no such node")
     assert engine.calls == ["adopt", "down"]
 
 
@@ -191,7 +190,7 @@ def test_a_request_to_stop_while_the_nodes_start_must_not_wait_for_them(job):
 def test_a_request_to_stop_during_the_restart_delay_must_end_the_job(job):
     engine = RecordingEngine([KILLED], [KILLED], [ALL_WELL])
     job.stops = lambda: int(len(job.supervisor.history.ended) == 2)  # during the delay of one second
-    assert job.run(engine) == JobResult("stopped", "stopped by the user")
+    assert job.run(engine) == JobResult(Outcome.STOPPED, "stopped by the user")
 
 
 def test_only_a_second_request_to_stop_must_kill(job):
@@ -232,7 +231,7 @@ def test_nodes_must_be_removed_only_after_the_grace_period_of_their_workers(job,
 
 def test_a_supervisor_that_crashes_must_remove_the_nodes(job):
     engine = RecordingEngine([])
-    engine.wait = lambda timeout: {}[timeout]
+    engine.wait = raising(KeyError)
     with pytest.raises(KeyError):
         job.run(engine)
     assert engine.calls == ["up", "start", "down"] and engine.graces == [0]
@@ -240,7 +239,7 @@ def test_a_supervisor_that_crashes_must_remove_the_nodes(job):
 
 def test_max_run_must_stop_the_gang(job):
     assert job.run(RecordingEngine([]), JobSpec(trainers=2, max_run=0.01)) == JobResult(
-        "stopped", "max_run was reached"
+        Outcome.STOPPED, "max_run was reached"
     )
 
 
@@ -248,7 +247,7 @@ def test_max_run_must_count_from_the_start_of_the_job(job):
     began = job.clock.now
     engine = RecordingEngine([[]] * 200 + [KILLED], [])  # twenty seconds, then without end
     outcome = job.run(engine, JobSpec(trainers=2, grace=1.0, max_run=30.0))
-    assert outcome == JobResult("stopped", "max_run was reached")
+    assert outcome == JobResult(Outcome.STOPPED, "max_run was reached")
     assert engine.calls == ["up", "start", "stop", "up", "start", "stop", "down"]
     assert 30 <= job.clock.now - began < 31
 
@@ -263,15 +262,13 @@ def test_nodes_that_cannot_start_must_be_removed(job):
 
 def test_nodes_that_cannot_be_replaced_must_fail_the_job(job):
     engine = RecordingEngine([KILLED])
-    start = engine.start
-    engine.start = lambda *arguments: (start(*arguments), engine.missing.add("trainer-1"))
-    assert job.run(engine) == JobResult("failed", "the job cannot continue: no such node")
+    engine.start = after(engine.start, lambda: engine.missing.add("trainer-1"))
+    assert job.run(engine) == JobResult(Outcome.FAILED, "the job cannot continue: no such node")
 
 
 def test_a_full_disk_must_delay_the_restart_until_all_files_are_copied(job):
     engine = RecordingEngine([KILLED], [ALL_WELL])
-    start = engine.start
-    engine.start = lambda *arguments: (start(*arguments), engine.full.append(OSError(errno.ENOSPC, "full", "a")))
+    engine.start = after(engine.start, lambda: engine.full.append(OSError(errno.ENOSPC, "full", "a")))
     assert job.run(engine).outcome == "succeeded"
     assert engine.calls == ["up", "start", "stop", "up", "gather", "start", "down"]
     assert [event["error"] for event in job.events if event["event"] == "disk_full"] == ["[Errno 28] full: 'a'"]
@@ -281,32 +278,31 @@ def test_a_disk_that_stays_full_must_end_the_job_and_leave_files_on_the_nodes(jo
     for module in ("supervise.running", "supervise.generation"):
         monkeypatch.setattr(f"orchestrate.{module}.ENGINE_TIMEOUT", 0.01)
     engine = RecordingEngine([KILLED])
-    start = engine.start
-    engine.start = lambda *arguments: (start(*arguments), engine.full.extend([OSError(errno.ENOSPC, "full")] * 9))
+    engine.start = after(engine.start, lambda: engine.full.extend([OSError(errno.ENOSPC, "full")] * 9))
     reason = "the job cannot continue: cannot write to the run directory: [Errno 28] full"
-    assert job.run(engine) == JobResult("failed", reason)
+    assert job.run(engine) == JobResult(Outcome.FAILED, reason)
     assert engine.calls == ["up", "start", "stop", "up", "gather", "gather", "down"]
 
 
 def test_a_failed_clean_up_must_not_replace_the_outcome(job):
     engine = RecordingEngine([ALL_WELL])
-    engine.down = lambda grace, stopped: (_ for _ in ()).throw(EngineError("stuck"))
-    assert job.run(engine) == JobResult("succeeded", "finished", left="stuck")
+    engine.down = raising(EngineError("stuck"))
+    assert job.run(engine) == JobResult(Outcome.SUCCEEDED, "finished", left="stuck")
 
 
 def test_a_request_to_stop_while_nodes_are_replaced_must_stop_the_job(job):
     engine = RecordingEngine([KILLED])
-    start = engine.start
-    engine.start = lambda *arguments: (start(*arguments), engine.missing.add("trainer-1"))
+    engine.start = after(engine.start, lambda: engine.missing.add("trainer-1"))
     job.stops = lambda: int(engine.calls.count("up") > 2)
-    assert job.run(engine) == JobResult("stopped", "stopped by the user")
+    assert job.run(engine) == JobResult(Outcome.STOPPED, "stopped by the user")
     assert engine.calls.count("up") == 3
 
 
 def test_a_warning_of_the_engine_must_be_an_event_and_be_printed(job):
     engine = RecordingEngine([KILLED], [ALL_WELL])
-    start = engine.start
-    engine.start = lambda plan: (start(plan), len(engine.plans) > 1 and engine.warn("the nodes can reach this machine"))
+    engine.start = after(
+        engine.start, lambda: len(engine.plans) > 1 and engine.warn("the nodes can reach this machine")
+    )
     assert job.run(engine).outcome == "succeeded"
     (event,) = [event for event in job.supervisor.emit.events if isinstance(event, WarningIssued)]
     assert line(event) == "warning: the nodes can reach this machine"

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+from support.methods import raising
 from support.plans import HERE, plan
 from support.scripted import ALL_WELL, KILLED, Job
 
@@ -51,7 +52,7 @@ def test_if_nothing_was_started_it_must_start_from_the_beginning(job):
 def test_running_workers_must_be_adopted(job):
     died(job, STARTING, STARTED)
     engine = RecordingEngine([ALL_WELL])
-    assert job.run(engine) == JobResult("succeeded", "finished")
+    assert job.run(engine) == JobResult(Outcome.SUCCEEDED, "finished")
     assert engine.calls == ["adopt", "down"]
     assert job.noted("taken_over") == [{"generation": 0}]
 
@@ -77,7 +78,7 @@ def test_a_recorded_failure_must_not_be_forgotten(job):
 def test_a_recorded_stop_request_must_be_carried_out(job):
     died(job, STARTING, events.WorkersStopping("stopped by the user", kill=False))
     engine = RecordingEngine([[]])
-    assert job.run(engine) == JobResult("stopped", "stopped by the user")
+    assert job.run(engine) == JobResult(Outcome.STOPPED, "stopped by the user")
     assert engine.calls == ["adopt", "stop", "down"]
 
 
@@ -91,13 +92,15 @@ def test_between_two_generations_it_must_decide_as_its_predecessor_would_have(jo
 
 def test_a_spent_restart_budget_must_stay_spent(job):
     died(job, STARTING, ENDED)
-    assert job.run(RecordingEngine(), JobSpec(trainers=2, max_restarts=0)) == JobResult("failed", "max_restarts is 0")
+    assert job.run(RecordingEngine(), JobSpec(trainers=2, max_restarts=0)) == JobResult(
+        Outcome.FAILED, "max_restarts is 0"
+    )
 
 
 def test_after_the_outcome_it_must_only_take_down_the_nodes(job):
     died(job, STARTING, ENDED, DECIDED)
     engine = RecordingEngine()
-    assert job.run(engine) == JobResult("failed", "max_restarts is 0")
+    assert job.run(engine) == JobResult(Outcome.FAILED, "max_restarts is 0")
     assert engine.calls == ["adopt", "down"]  # files of the nodes may not have been copied yet
 
 
@@ -109,7 +112,7 @@ def test_nodes_that_cannot_be_adopted_must_still_be_removed(job, monkeypatch):
         raise EngineLost("trainer-1 does not respond")
 
     monkeypatch.setattr(engine, "adopt", adopt)
-    assert job.run(engine) == JobResult("failed", "max_restarts is 0")
+    assert job.run(engine) == JobResult(Outcome.FAILED, "max_restarts is 0")
     assert engine.calls == ["remove j"]
 
 
@@ -131,7 +134,7 @@ def test_exits_of_an_earlier_generation_must_not_count_for_the_next(job):
     second = replace(STARTING, generation=1), replace(STARTED, generation=1)
     died(job, STARTING, STARTED, ended(1, 137), ENDED, *second)
     engine = RecordingEngine([[], [], ALL_WELL])
-    assert job.run(engine) == JobResult("succeeded", "finished")
+    assert job.run(engine) == JobResult(Outcome.SUCCEEDED, "finished")
     assert engine.calls == ["adopt", "down"]
 
 
@@ -158,7 +161,7 @@ def test_workers_that_had_succeeded_must_not_be_waited_for_or_stop_the_others(jo
     died(job, STARTING, STARTED, ended(1, 0))
     engine = RecordingEngine([[], [WorkerExit(0, 0), WorkerExit(2, 0)]])
     engine.adopt = lambda *arguments, adopt=engine.adopt: adopt(*arguments) | {1}
-    assert job.run(engine) == JobResult("succeeded", "finished")
+    assert job.run(engine) == JobResult(Outcome.SUCCEEDED, "finished")
     assert engine.calls == ["adopt", "down"]
     assert [end["rank"] for end in job.noted("worker_ended")] == [1, 0, 2]
 
@@ -208,7 +211,7 @@ def test_it_must_wait_for_an_engine_that_is_away(job):
         return adopt(*arguments)
 
     engine.adopt = away
-    assert job.run(engine) == JobResult("succeeded", "finished")
+    assert job.run(engine) == JobResult(Outcome.SUCCEEDED, "finished")
     assert job.noted("engine_lost") == [{"error": "gone"}]
 
 
@@ -232,7 +235,7 @@ def test_a_generation_that_ended_the_job_must_decide_its_outcome(job, word, why)
 def test_a_generation_stopped_to_readmit_a_node_must_be_followed_by_the_next(job):
     died(job, STARTING, replace(ENDED, outcome=Outcome.RESCALED, why="a node is back", cause=None))
     engine = RecordingEngine([], [ALL_WELL])
-    assert job.run(engine, JobSpec(trainers=2, max_restarts=0)) == JobResult("succeeded", "finished")
+    assert job.run(engine, JobSpec(trainers=2, max_restarts=0)) == JobResult(Outcome.SUCCEEDED, "finished")
     assert engine.calls == ["adopt", "up", "start", "down"]
 
 
@@ -290,12 +293,8 @@ def test_a_recorded_stop_must_name_a_failed_worker_even_if_no_exit_was_recorded(
 def test_an_engine_that_stays_away_must_lose_the_job_not_fail_it(job):
     died(job, STARTING, STARTED)
     engine = RecordingEngine([])
-
-    def gone(*_: object) -> None:
-        raise EngineLost("gone")
-
-    engine.adopt = gone
-    assert job.run(engine) == JobResult("lost", "gone")
+    engine.adopt = raising(EngineLost("gone"))
+    assert job.run(engine) == JobResult(Outcome.LOST, "gone")
 
 
 @pytest.mark.parametrize("seen", [0, 2])

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import ROOT, die_with_parent, eventually
@@ -91,9 +92,11 @@ class Hosts:
             if task["ID"] in self.nodes and self.nodes[task["ID"]].poll() is not None:
                 task["Status"]["State"] = "failed"
 
-    def connect_by_exec(self, relay: str, command: list[str], key: bytes, patience: float) -> NodeConnection | None:
+    def connect_by_exec(
+        self, container: str, command: list[str], key: bytes, patience: float = 0.0
+    ) -> NodeConnection | None:
         """Connect to a node as the relay's `exec` of pipe.py does."""
-        assert (relay, command[:4]) == (self.stub.containers[0]["Id"], PIPE)
+        assert (container, command[:4]) == (self.stub.containers[0]["Id"], PIPE)
         address, port, _ = command[4:]
         assert port == "20001"
         self.commands.append(command)
@@ -116,12 +119,13 @@ class Hosts:
     def engine(self, spec: JobSpec, plan: Plan | None = None) -> SwarmSession:
         swarm_engine = SwarmEngine()
         swarm_engine.manager.daemon.connect_by_exec = self.connect_by_exec
-        self.sessions.append(swarm_engine.open(spec, plan or self.plan(spec), self.run, str))
+        self.sessions.append(swarm_engine.open(spec, plan or self.plan(spec), self.run, lambda warning: None))
         return self.sessions[-1]
 
     def plan(self, spec: JobSpec, generation: int = 0, nodes: tuple[str, ...] = ()) -> Plan:
         site = HERE.but(engine="swarm", job_dir="job", code=str(self.code), master_addr="127.0.0.1", interface="lo")
-        return plan(spec, site, "j", generation=generation, **({"nodes": nodes} if nodes else {}))
+        more: dict[str, Any] = {"nodes": nodes} if nodes else {}
+        return plan(spec, site, "j", generation=generation, **more)
 
     def close(self) -> None:
         for engine in self.sessions:

@@ -6,10 +6,9 @@ import threading
 import pytest
 from support.messages import encoded
 from support.scripted import Clock
-from support.swarm_nodes import connected, down, job, state, sync, three_nodes
+from support.swarm_nodes import FakeSession, connected, down, job, state, sync, three_nodes
 
 from orchestrate.engines.swarm import session as swarm
-from orchestrate.engines.swarm.session import SwarmSession
 from orchestrate.errors import EngineError
 from orchestrate.job.outcomes import WorkerExit
 from orchestrate.node.lease import LEASE_TIMEOUT
@@ -48,7 +47,7 @@ def test_nodes_must_be_asked_for_a_status_every_other_second(engine, clock):
     assert engine.ends["master"].heard() == [{"ask": "status"}]
 
 
-def silence(engine: SwarmSession, clock: Clock, seconds: float) -> None:
+def silence(engine: FakeSession, clock: Clock, seconds: float) -> None:
     """Let time pass while only the master answers."""
     for _ in range(round(seconds)):
         clock.now += 1.0

@@ -193,7 +193,8 @@ def test_a_node_without_the_code_must_not_count(engine):
 
 def start(engine: SwarmSession) -> None:
     engine._send_files = engine._start_sync = lambda workers: None
-    engine.clients.connect = engine.clients._start = lambda _: None
+    engine.clients.connect = lambda nodes: None
+    engine.clients._start = lambda worker: None
     engine.start(job())
 
 
@@ -238,7 +239,7 @@ def test_the_lease_of_a_lost_worker_must_count_from_the_last_message_of_its_node
 def test_workers_on_the_host_network_must_get_the_address_of_the_masters_host(stub, tmp_path):
     spec = dataclasses.replace(SPEC, trainers=1, network="host")
     records.make(tmp_path.parent, KEY)
-    session = SwarmEngine().open(spec, job(spec, network="host"), tmp_path, str)
+    session = SwarmEngine().open(spec, job(spec, network="host"), tmp_path, lambda warning: None)
     for role in ("master", "trainer"):
         session.swarm.scale(role, 1)
     session._update_nodes()

@@ -5,7 +5,9 @@ import contextlib
 import errno
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import eventually
@@ -39,7 +41,7 @@ class FakeNode:
     def facts(self, path: str) -> list[int]:
         return [len(self.files[path]), self.times.get(path, 1), 1, 0o644]
 
-    def converse(self, request: protocol.GetChanges | protocol.Read, answer: type) -> protocol.Report:
+    def converse(self, request: Any, answer: type) -> Any:
         assert request.folder == "job"
         if self.dead:
             raise ConnectionError
@@ -65,6 +67,11 @@ class FakeNode:
         self.ended.set()
 
 
+def sync_master(folder: Path, connect: Callable[[str], Any]) -> FileSync:
+    """Start to copy the files of the master, to which `connect` connects."""
+    return FileSync(folder, "job", {"master": [0]}, connect)
+
+
 @pytest.fixture
 def folder(tmp_path):
     (tmp_path / "folder").mkdir()
@@ -77,7 +84,7 @@ def synced(folder, monkeypatch):
     monkeypatch.setattr(sync_module, "SYNC_INTERVAL", 0.01)
     started: list[FileSync] = []
 
-    def start(**nodes: FakeNode) -> FileSync:
+    def start(**nodes: Any) -> FileSync:
         ranks = {name: [rank] for rank, name in enumerate(nodes)}
         started.append(FileSync(folder, "job", ranks, lambda name: nodes[name]))
         return started[-1]
@@ -132,7 +139,7 @@ def test_a_file_that_cannot_be_read_must_be_retried_only_after_a_while_or_a_chan
     node.files, node.refused = {"bad": b"1", "good": b"2"}, {"bad"}
     converse = node.converse
 
-    def later(request: protocol.Request, answer: type) -> protocol.Report:
+    def later(request: Any, answer: type) -> Any:
         clock.now += 0.001
         return converse(request, answer)
 
@@ -183,7 +190,7 @@ def test_the_wait_for_files_must_respect_its_time_limit(folder, monkeypatch):
     gate, clock = threading.Event(), Ticking()
     monkeypatch.setattr(sync_module, "time", clock)
     monkeypatch.setattr(sync_module, "SYNC_INTERVAL", 0.01)
-    sync, began = FileSync(folder, "job", {"master": [0]}, lambda _: gate.wait() and None), clock.now
+    sync, began = sync_master(folder, lambda _: gate.wait() and None), clock.now
     try:
         assert not sync.catch_up(0, lambda: clock.now > began + 100)
         assert not sync.catch_up(100, lambda: True)
@@ -200,7 +207,7 @@ def test_the_wait_for_files_must_be_interruptible(folder, synced):
     node, requested = FakeNode(), threading.Event()
     node.files, converse = {"endless": b"1"}, node.converse
 
-    def endless(request: protocol.Request, answer: type) -> protocol.Report:
+    def endless(request: Any, answer: type) -> Any:
         requested.set()
         reply = converse(request, answer)
         if isinstance(request, protocol.GetChanges):
@@ -219,7 +226,7 @@ def test_a_piece_with_a_wrong_offset_must_be_rejected(folder, synced, piece):
     node.files, converse = {"good": b"1", "odd": b"123456"}, node.converse
     node.times["odd"] = 0  # it comes first
 
-    def odd(request: protocol.Request, answer: type) -> protocol.Report:
+    def odd(request: Any, answer: type) -> Any:
         reply = converse(request, answer)
         if isinstance(request, protocol.GetChanges) or request.path == "good":
             return reply
@@ -235,7 +242,7 @@ def test_a_piece_with_a_wrong_offset_must_be_rejected(folder, synced, piece):
 def test_closing_must_not_wait_for_a_node_that_does_not_answer(folder):
     node, requested = FakeNode(), threading.Event()
     node.converse = lambda *_, **facts: (requested.set(), node.ended.wait(), node.dead)[2]  # not an answer
-    sync = FileSync(folder, "job", {"master": [0]}, lambda _: node)
+    sync = sync_master(folder, lambda _: node)
     assert requested.wait(20)
     sync.close()
     assert not sync.thread.is_alive() and node.closed
@@ -245,7 +252,7 @@ def test_closing_must_not_wait_long_for_a_connection_and_must_leave_it_unused(fo
     monkeypatch.setattr(sync_module, "CLOSE_TIMEOUT", 0.01)
     node, gate, requested = FakeNode(), threading.Event(), threading.Event()
     node.converse = lambda *_, **facts: pytest.fail("a request was sent")
-    sync = FileSync(folder, "job", {"master": [0]}, lambda _: (requested.set(), gate.wait(), node)[2])
+    sync = sync_master(folder, lambda _: (requested.set(), gate.wait(), node)[2])
     assert requested.wait(20)
     sync.close()
     assert sync.thread.is_alive()
@@ -260,7 +267,7 @@ def test_files_that_a_node_no_longer_has_must_be_forgotten_while_others_are_copi
     monkeypatch.setattr(sync_module, "MAX_ENTRIES", 3)
     converse = node.converse
 
-    def slowly(request: protocol.Request, answer: type) -> protocol.Report:
+    def slowly(request: Any, answer: type) -> Any:
         if isinstance(request, protocol.GetChanges):  # all files are new, and some are fetched before the next round
             counts.append(len(sync.owners) + len(sync.nodes[0].files))
             node.files = dict.fromkeys((f"{len(counts)}-{each}" for each in range(8)), b"")
@@ -269,7 +276,7 @@ def test_files_that_a_node_no_longer_has_must_be_forgotten_while_others_are_copi
 
     gate = threading.Event()
     node.converse = slowly
-    sync = FileSync(folder, "job", {"master": [0]}, lambda _: gate.wait() and node)
+    sync = sync_master(folder, lambda _: gate.wait() and node)
     gate.set()
     try:
         eventually(lambda: len(counts) > 30)
@@ -311,7 +318,7 @@ def test_a_file_that_fails_with_any_error_must_not_prevent_others_from_being_cop
     node.files = {"a": b"1", "b": b"2"}
     begin = sync_module.Fetch
 
-    def failing(*facts: object) -> object:
+    def failing(*facts: Any) -> object:
         if facts[1] == "a":
             raise RecursionError("too deep")
         return begin(*facts)
@@ -359,7 +366,7 @@ def test_a_partially_copied_file_must_be_removed_when_copying_ends(folder):
     node.files = {"state.pt": b"1" * PIECE * 3}
     converse = node.converse
 
-    def dies(request: protocol.Request, answer: type) -> protocol.Report:
+    def dies(request: Any, answer: type) -> Any:
         if getattr(request, "offset", 0):
             assert list(folder.glob(".*.coming"))
             read.set()
@@ -367,7 +374,7 @@ def test_a_partially_copied_file_must_be_removed_when_copying_ends(folder):
         return converse(request, answer)
 
     node.converse = dies
-    sync = FileSync(folder, "job", {"master": [0]}, lambda _: node)
+    sync = sync_master(folder, lambda _: node)
     assert read.wait(20)
     sync.close()
     assert not list(folder.iterdir()) and node.closed and not sync.errors  # not an error of the file
@@ -485,13 +492,13 @@ def test_logs_must_be_copied_while_a_large_file_is_fetched(folder, monkeypatch):
     node.files = {"large": b"x" * PIECE * 4}
     converse = node.converse
 
-    def slowly(request: protocol.Request, answer: type) -> protocol.Report:
+    def slowly(request: Any, answer: type) -> Any:
         kinds.append(type(request))
         clock.now += sync_module.MAX_TURN * isinstance(request, protocol.Read)
         return converse(request, answer)
 
     node.converse = slowly
-    sync = FileSync(folder, "job", {"master": [0]}, lambda _: node)
+    sync = sync_master(folder, lambda _: node)
     try:
         assert sync.catch_up(20) and (folder / "large").stat().st_size == PIECE * 4  # all of it, though it takes long
         assert kinds[:8] == [protocol.GetChanges, protocol.Read] * 4
@@ -506,13 +513,13 @@ def test_a_file_that_a_node_has_replaced_must_be_kept_until_the_new_one_is_copie
     node.files = {"step-1": b"old"}
     converse = node.converse
 
-    def slowly(request: protocol.Request, answer: type) -> protocol.Report:
+    def slowly(request: Any, answer: type) -> Any:
         clock.now += sync_module.MAX_TURN * isinstance(request, protocol.Read)
         existed.append((folder / "step-1").exists())
         return converse(request, answer)
 
     node.converse = slowly
-    sync = FileSync(folder, "job", {"master": [0]}, lambda _: node)
+    sync = sync_master(folder, lambda _: node)
     try:
         assert sync.catch_up(20)
         node.files, count = {"step-2": b"x" * PIECE * 3}, len(existed)

@@ -13,6 +13,7 @@ import subprocess
 import pytest
 from conftest import eventually, processes
 from support.faults import Background, complete
+from support.optional import not_none
 
 from orchestrate.files import lock
 from orchestrate.files.paths import JobPaths
@@ -211,8 +212,8 @@ def test_attach_must_follow_a_supervised_job_and_take_over_if_the_supervisor_die
 def test_closing_the_terminal_must_not_end_the_job(cli, engine):
     job = Background(cli, engine, "--", "count.py", "until-asked")
     job.until_step(10, rank=1)
-    job.process.stderr.close()
-    job.process.stdout.close()
+    not_none(job.process.stderr).close()
+    not_none(job.process.stdout).close()
     job.process.send_signal(signal.SIGHUP)
     cli.finish_jobs()
     assert job.process.wait(timeout=300) == 0
@@ -222,7 +223,7 @@ def test_closing_the_terminal_must_not_end_the_job(cli, engine):
 def test_a_detached_job_must_work_with_ps_wait_logs_and_attach(cli, engine):
     detached = ("run", "--engine", engine, "--gpus", "none", "--trainers", "2", "--detach")
     done = cli(*detached, "--", "count.py", "until-asked", "0.03")
-    supervisor = lock.holder(JobPaths(cli.run_dir())).pid  # it exists as soon as the command has returned
+    supervisor = not_none(lock.holder(JobPaths(cli.run_dir()))).pid  # it exists as soon as the command has returned
     assert done.returncode == 0, done.stderr
     assert os.getsid(supervisor) == supervisor  # Ctrl-C in the terminal does not reach it
     name = cli.run_dir().name

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 from support.ends import KEY
+from support.optional import not_none
 from support.plans import HERE, plan
 
 from orchestrate.engines.swarm import service_spec
@@ -90,7 +91,13 @@ def from_compose() -> dict[str, Any]:
 
 def from_swarm() -> dict[str, Any]:
     spec = resolve(SPEC)
-    facts = {"image": spec.image, "user": "1234:1234", "network": "n", "secret": ("id", "name"), "key": KEY}
+    facts: dict[str, Any] = {
+        "image": spec.image,
+        "user": "1234:1234",
+        "network": "n",
+        "secret": ("id", "name"),
+        "key": KEY,
+    }
     task = service_spec.task(spec, plan(spec, HERE.but(memory=8 << 30), "digits"), "trainer", **facts)
     node, limits = task["ContainerSpec"], task["Resources"]["Limits"]
     env = dict(item.split("=", 1) for item in node["Env"])
@@ -159,7 +166,7 @@ def from_slurm(form: str = "venv") -> dict[str, Any]:
         "memory": parse_size(options["mem"]),
         "cpus": float(options["cpus-per-task"]),
         "grace": float(env["NODE_GRACE"]),
-        "stop": int(re.search(r"--wait=(\d+)", text)[1]),
+        "stop": int(not_none(re.search(r"--wait=(\d+)", text))[1]),
         "nproc": int(env["NODE_NPROC"]),
         "nodes": int(options["nodes"]),
         "env": env["A"],

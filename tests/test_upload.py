@@ -6,10 +6,13 @@ import os
 import subprocess
 import tarfile
 from pathlib import Path
+from typing import cast
 
 import pytest
+from support.optional import not_none
 from test_node_files import sparse
 
+from orchestrate.engines.connection import NodeConnection
 from orchestrate.engines.swarm import upload
 from orchestrate.engines.swarm.sync import OWN
 from orchestrate.engines.swarm.upload import code_files, packed, send_archive, written_files
@@ -108,14 +111,14 @@ def test_an_archive_must_be_sent_in_pieces_with_its_digest_in_the_last_one(tmp_p
     (tmp_path / "folder" / "not").touch()
     node = FakeNode()
     with packed(tmp_path, [tmp_path / "large", tmp_path / "folder" / "inside"], tmp_path) as (file, tag):
-        send_archive(node, "job", file, tag)
+        send_archive(cast(NodeConnection, node), "job", file, tag)
         assert tag == digest(file)
     assert [sent for sent, _ in node.requests] == ["", "", tag]
     (*_, (_, first), (_, last)) = node.requests
     assert last > 10 * first  # the node unpacks the archive
     with tarfile.open(fileobj=io.BytesIO(node.content)) as archive:
         assert archive.getnames() == ["folder/inside", "large"]
-        assert archive.extractfile("large").read() == (tmp_path / "large").read_bytes()
+        assert not_none(archive.extractfile("large")).read() == (tmp_path / "large").read_bytes()
 
 
 def test_files_that_disappear_while_they_are_packed_must_be_reported(tmp_path):

@@ -49,7 +49,12 @@ def test_the_user_of_nodes_started_by_root_must_have_no_account(monkeypatch):
     users_taken, groups_taken = {61000, 61001}, {61002}
 
     def taken(numbers: set[int], entry: object) -> Callable[[int], object]:
-        return lambda number: entry if number in numbers else {}[number]
+        def find(number: int) -> object:
+            if number in numbers:
+                return entry
+            raise KeyError(number)
+
+        return find
 
     monkeypatch.setattr(pwd, "getpwuid", taken(users_taken, user))
     monkeypatch.setattr(grp, "getgrgid", taken(groups_taken, group))

@@ -6,6 +6,7 @@ import socket
 import stat
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -70,19 +71,20 @@ def test_a_socket_must_not_appear_before_it_accepts_connections(tmp_path, monkey
     path, seen = tmp_path / "s", []
 
     class Slow(socket.socket):
-        def listen(self, backlog: int) -> None:
+        def listen(self, backlog: int = 0, /) -> None:
             seen.append(path.exists())
             super().listen(backlog)
 
     monkeypatch.setattr(agent, "Listener", lambda loop, server, receive, key: server)
     monkeypatch.setattr(agent.socket, "socket", Slow)
-    node = Agent(SimpleNamespace(), b"")
+    idle: Any = SimpleNamespace()
+    node = Agent(idle, b"")
     for _ in range(2):  # the second time, as after a job that removed or replaced it
         node.listen(str(path), 0o600)
         assert stat.S_ISSOCK(path.lstat().st_mode) and path.lstat().st_mode & 0o777 == 0o600
         path.unlink()
     assert seen == [False, False]
-    for server in node.listeners:
+    for server in cast(list[socket.socket], node.listeners):
         server.close()
 
 
@@ -92,6 +94,6 @@ def test_shared_memory_must_be_kept_if_there_are_no_folders_to_wipe(folders, mon
     monkeypatch.setattr(agent, "kill", lambda workers, number: None)
     monkeypatch.setattr(agent, "free_ipc", lambda: freed.append("all"))
     monkeypatch.setenv("NODE_WIPE", folders)
-    loop = SimpleNamespace(workers=[], finish=lambda: None, changed=lambda: False)
+    loop: Any = SimpleNamespace(workers=[], finish=lambda: None, changed=lambda: False)
     assert Agent(loop, b"").clean()
     assert freed == ["all"] * bool(folders)

@@ -17,7 +17,7 @@ rank, generation = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
 job_dir = pathlib.Path(os.environ["JOB_DIR"])
 saved = job_dir / "checkpoints" / f"rank-{rank}"
 done = int(saved.read_text()) if saved.exists() else 0
-asked = []
+asked: list[int] = []
 signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
 print("pid", os.getpid(), "of", os.environ["WORLD_SIZE"], flush=True)
 

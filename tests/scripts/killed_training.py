@@ -15,9 +15,9 @@ from app.order import GlobalOrder
 batches = GlobalOrder.batches
 
 
-def until_killed(self: GlobalOrder, *arguments: Any) -> Iterator[Any]:
+def until_killed(self: GlobalOrder, *arguments: Any, **options: Any) -> Iterator[Any]:
     """The batches; before number `step`, wait for a checkpoint and kill this process."""
-    for number, batch in enumerate(batches(self, *arguments), 1):
+    for number, batch in enumerate(batches(self, *arguments, **options), 1):
         if number == step:
             while not [*Path(os.environ["JOB_DIR"], "checkpoints").glob("step-*")]:  # a thread writes it
                 time.sleep(0.01)

@@ -6,12 +6,14 @@ import select
 import subprocess
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from conftest import ROOT
 
 from orchestrate.node.auth import Signer
 from support.ends import KEY
+from support.optional import not_none
 
 NODE = str(ROOT / "orchestrate" / "node")
 PIPE = str(ROOT / "orchestrate" / "node" / "pipe.py")
@@ -45,21 +47,21 @@ class Pipe:
         self._write(b"".join(self.signer.sign(line) + b"\n" for line in text.splitlines()))
 
     def _write(self, text: bytes) -> None:
-        self.process.stdin.write(text)
-        self.process.stdin.flush()
+        not_none(self.process.stdin).write(text)
+        not_none(self.process.stdin).flush()
 
     def _lines(self) -> list[bytes]:
         """The next lines; none if the node has ended."""
         *lines, self.partial = self.partial.split(b"\n")
         while not lines:
-            assert select.select([self.process.stdout], [], [], 60)[0], f"nothing after {self.heard}"
-            chunk = os.read(self.process.stdout.fileno(), 1 << 16)
+            assert select.select([not_none(self.process.stdout)], [], [], 60)[0], f"nothing after {self.heard}"
+            chunk = os.read(not_none(self.process.stdout).fileno(), 1 << 16)
             if not chunk:
                 return []
             *lines, self.partial = (self.partial + chunk).split(b"\n")
         return lines
 
-    def until(self, say: str, **facts) -> dict | None:
+    def until(self, say: str, **facts: object) -> Any:
         """The first matching message, including those received before; None if the node ends without it."""
         wanted = {"say": say, **facts}
         while not (found := [message for message in self.heard if wanted.items() <= message.items()]):
@@ -76,7 +78,7 @@ class Pipe:
 
     def close(self, code: int = 0) -> None:
         for stream in (self.process.stdin, self.process.stdout):
-            stream.close()
+            not_none(stream).close()
         assert self.process.wait(timeout=150) == code
 
 

@@ -19,6 +19,7 @@ from orchestrate.job.events import Event
 from orchestrate.job.outcomes import WorkerExit
 from orchestrate.job.recorder import Recorder
 from orchestrate.job.spec import JobSpec
+from support.optional import not_none
 from support.plans import HERE, Site, plan
 
 HOLDS = (
@@ -32,7 +33,7 @@ def supervised(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
     """Another process that holds the lock of a job's supervisor."""
     command = [sys.executable, "-c", HOLDS, str(folder)]
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdout.readline() == b"held\n"
+        assert not_none(process.stdout).readline() == b"held\n"
         yield process
 
 

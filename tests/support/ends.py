@@ -4,6 +4,7 @@ import contextlib
 import json
 import socket
 import threading
+from typing import Any
 
 from orchestrate.engines.connection import NodeConnection
 from orchestrate.node.auth import Signer
@@ -37,7 +38,7 @@ class End:
     def ask(self, ask: str, **facts: object) -> None:
         self.send(json.dumps({"ask": ask, **facts}).encode())
 
-    def hear(self) -> dict | None:
+    def hear(self) -> Any:
         """The next message; None at the end of the connection."""
         self.meet()
         line = self._line()

@@ -12,6 +12,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from orchestrate.engines.ports import free_port
+from support.optional import not_none
 
 _forks = multiprocessing.get_context("forkserver")
 _forks.set_forkserver_preload(["app.train", "torch._dynamo", "pytest"])  # including what optimizers and DDP import
@@ -42,17 +43,17 @@ class Gang:
         for process in self.processes:
             with contextlib.suppress(ProcessLookupError):  # it has just ended
                 if process.is_alive():
-                    os.kill(process.pid, signal.SIGKILL)
+                    os.kill(not_none(process.pid), signal.SIGKILL)
         for process in self.processes:
             process.join()
 
     def end(self, timeout: float = 120) -> subprocess.CompletedProcess[str]:
         """Wait until all have succeeded or one has failed; return their output and the exit code."""
-        running = {process.sentinel: process for process in self.processes}
+        running: dict[object, BaseProcess] = {process.sentinel: process for process in self.processes}
         code = 0
         while running and not code:
-            ended = wait(list(running), timeout)
-            code = max((abs(running.pop(sentinel).exitcode) for sentinel in ended), default=124)
+            ended = wait([process.sentinel for process in running.values()], timeout)
+            code = max((abs(not_none(running.pop(sentinel).exitcode)) for sentinel in ended), default=124)
         self.kill()
         text = "".join(output.read_text() for output in self.outputs)
         return subprocess.CompletedProcess(["train"], code, text, text)

@@ -5,14 +5,16 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from conftest import ROOT, eventually
 
 from orchestrate.engines.ports import free_port
+from support.optional import not_none
 
 # Docker's DNS and the GPUs are fake; messages of trainers come from addresses of the loopback interface.
 BOOT = """
@@ -43,7 +45,8 @@ class Trainer:
         self.file.write(json.dumps(message).encode() + b"\n")
         self.file.flush()
 
-    def hears(self) -> dict | None:
+    def hears(self) -> Any:
+        """The next message; None at the end of the connection."""
         line = self.file.readline()
         return json.loads(line) if line else None
 
@@ -78,7 +81,7 @@ class Project:
 
     def trainer(self, address: str, hello: bool = True, **facts: object) -> Trainer:
         def dial() -> socket.socket | None:
-            assert self.node.poll() is None
+            assert not_none(self.node).poll() is None
             try:
                 return socket.create_connection(("127.0.0.1", self.port), source_address=(address, 0))
             except ConnectionRefusedError:
@@ -96,8 +99,8 @@ class Project:
 
     def ends(self) -> tuple[int, str]:
         """The node's exit code and its output."""
-        out, _ = self.node.communicate(timeout=150)
-        return self.node.returncode, out.decode()
+        out, _ = not_none(self.node).communicate(timeout=150)
+        return not_none(self.node).returncode, out.decode()
 
     def ready(self) -> None:
         """Wait until the node's worker is running."""
@@ -117,7 +120,7 @@ def project(tmp_path: Path) -> Iterator[Project]:
 
 
 @pytest.fixture
-def master(project: Project) -> Iterator[SimpleNamespace]:
+def master(project: Project) -> Iterator[Callable[[str], SimpleNamespace]]:
     """Start a real trainer; returns the master's side of its connection and the trainer's first message."""
     with socket.create_server(("127.0.0.1", project.port)) as server:
         server.settimeout(60)

@@ -27,8 +27,8 @@ def fields(say: str, **facts: Any) -> dict[str, Any]:
     return result
 
 
-def message(say: str, **facts: Any) -> protocol.Report:
-    """A message of a node."""
+def message(say: str, **facts: Any) -> Any:
+    """A message of a node, as an object of its class."""
     return protocol.REPORTS[say](**{name: value for name, value in fields(say, **facts).items() if name != "say"})
 
 

@@ -5,6 +5,7 @@ from concurrent.futures import Future
 from orchestrate.files.paths import JobPaths
 from orchestrate.job.events import to_line
 from orchestrate.job.outcomes import JobResult, WorkerExit
+from orchestrate.job.plan import Plan
 from orchestrate.job.recorder import Recorder
 from orchestrate.job.spec import JobSpec
 from orchestrate.supervise.job_files import JobFiles
@@ -92,13 +93,16 @@ class Job:
             emit,
             lambda: self.stops(),
             JobFiles(self.paths),
-            lambda plan: self.paths.plan.write_text(plan.to_json()),
+            self.write_plan,
         )
         try:
             return self.supervisor.supervise()
         finally:
             self.events = [to_line(event) for event in emit.events]
             emit.close()
+
+    def write_plan(self, plan: Plan) -> None:
+        self.paths.plan.write_text(plan.to_json())
 
     def causes(self) -> list[tuple[int, str]]:
         return [(end.cause.rank, end.cause.cause) for end in self.supervisor.history.ended if end.cause]

@@ -6,6 +6,7 @@ import selectors
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import cast
 
 from orchestrate.engines.swarm.engine import SwarmEngine
 from orchestrate.engines.swarm.session import SwarmSession
@@ -20,12 +21,19 @@ from support.scripted import Clock
 SPEC = JobSpec(trainers=2, user=str(os.getuid()))  # the owner of the test's folder
 
 
+class FakeSession(SwarmSession):
+    """A session with attributes for tests."""
+
+    warned: list[str]  # its warnings
+    ends: dict[str, ends.End]  # far ends of connections, by node
+
+
 @contextlib.contextmanager
-def three_nodes(clock: Clock, run: Path) -> Iterator[SwarmSession]:
+def three_nodes(clock: Clock, run: Path) -> Iterator[FakeSession]:
     """A job with three healthy nodes: t0 and t1 are the trainers, t2 is the master."""
     records.make(run.parent, ends.KEY)
     warned: list[str] = []
-    session = SwarmEngine().open(SPEC, job(), run, warned.append)
+    session = cast(FakeSession, SwarmEngine().open(SPEC, job(), run, warned.append))
     session.swarm.prepare()
     session.warned = warned
     session.have_code = {"t0", "t1", "t2"}
@@ -33,9 +41,14 @@ def three_nodes(clock: Clock, run: Path) -> Iterator[SwarmSession]:
     for role, count in (("trainer", 2), ("master", 1)):
         session.swarm.scale(role, count)
     session.nodes = session.swarm.look()
-    session.ends = {}  # far ends of connections, by node
+    session.ends = {}
     listen = session.clients.listen
-    session.clients.listen = lambda seconds: (clock.sleep(seconds), listen(min(seconds, 0.01)))
+
+    def listen_briefly(timeout: float) -> None:
+        clock.sleep(timeout)
+        listen(min(timeout, 0.01))
+
+    session.clients.listen = listen_briefly
     yield session
     for link in session.clients.connections.values():
         link.close()
@@ -48,7 +61,7 @@ def job(spec: JobSpec = SPEC, **site: str) -> Plan:
     return plan(spec, HERE.but(**site), "j")
 
 
-def connected(engine: SwarmSession, *nodes: str) -> None:
+def connected(engine: FakeSession, *nodes: str) -> None:
     """Create connections to nodes, with their far ends in `ends`."""
     for rank, node in enumerate(("master", "trainer-1", "trainer-2")):
         engine.clients.running[rank] = node
