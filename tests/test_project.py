@@ -81,14 +81,17 @@ def test_torch_must_be_installed_only_if_local_processes_need_it(make, lacking):
 
 
 def test_make_test_must_run_every_check_with_its_arguments(make):
-    checks = ["ruff check", "ruff format --check", "mypy", "python -m pytest -n 4 -k plan"]
+    checks = ["ruff check", "ruff format --check", "mypy", "mypy --config-file tests/mypy.ini tests"]
+    checks.append("python -m pytest -n 4 -k plan")
     assert make("test", "ARGS=-k plan") == (0, [f"{WITH_TORCH}[test]", *checks])
     assert make.stamps() == {".base", ".torch", ".test"}  # which includes the others
     assert make("test", "JOBS=0", "ARGS=-x")[1][-1] == "python -m pytest -n 0 -x"
     assert len(make("run", NO_DOCKER="info")[1]) == 1
 
 
-@pytest.mark.parametrize(("fails", "last"), [("ruff check", 0), ("mypy ", 2), ("python -m", 3)])
+@pytest.mark.parametrize(
+    ("fails", "last"), [("ruff check", 0), ("mypy ", 2), ("mypy --config-file", 3), ("python -m", 4)]
+)
 def test_a_failed_check_must_fail_make_test(make, fails, last):
     make("run")
     (make.venv / ".test").touch()
