@@ -6,7 +6,6 @@ import subprocess
 import sys
 import tarfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -159,7 +158,8 @@ def test_the_volumes_of_an_image_must_be_emptied_between_jobs():
 
 def test_the_program_of_a_node_must_be_complete():
     with tarfile.open(fileobj=io.BytesIO(service_spec.program())) as archive:
-        assert {Path(name).name for name in archive.getnames()} == {path.name for path in NODE.glob("*.py")}
+        names = {f"orchestrate/node/{path.name}" for path in NODE.glob("*.py")}
+        assert {*archive.getnames()} == {"orchestrate/__init__.py", *names}
 
 
 def test_a_node_must_unpack_its_program_and_run_it(tmp_path, monkeypatch):
@@ -168,6 +168,10 @@ def test_a_node_must_unpack_its_program_and_run_it(tmp_path, monkeypatch):
     monkeypatch.setattr(service_spec, "PROGRAM", str(tmp_path / "program"))
     command = [sys.executable, "-c", service_spec.boot(str(tmp_path / "secret")), "x.py", "a b"]
     env = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "JOB_DIR": str(tmp_path), "PATH": os.environ["PATH"]}
+    other = tmp_path / "packages" / "orchestrate"  # of another version, installed in the image
+    other.mkdir(parents=True)
+    (other / "__init__.py").write_text("raise SystemExit('the wrong package')")
+    env["PYTHONPATH"] = str(other.parent)
     done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert "[rank 0] a b\n" in done.stdout, done.stderr
 

@@ -149,7 +149,7 @@ class Engine(Protocol):
     def inventory(self, spec: JobSpec, run: Path, run_image: bool) -> tuple[Inventory, Placement]:
         """Return the resources that the engine has for a job, and the placement of the job's own nodes.
 
-        `run` is the folder to mount in nodes; `look_inside` allows running the job's image.
+        `run` is the folder to mount in nodes; `run_image` allows running the job's image.
 
         Raises ResourceError or UsageError if the job cannot run here.
         """

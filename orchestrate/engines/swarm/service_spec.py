@@ -41,8 +41,9 @@ def program() -> bytes:
     """
     file = io.BytesIO()
     with tarfile.open(fileobj=file, mode="w:gz") as archive:
-        for path in sorted(PACKAGE.joinpath("node").glob("*.py")):
-            archive.add(path, f"orchestrate/node/{path.name}")
+        # With __init__.py, so that an `orchestrate` that the image has installed is not taken for this one.
+        for path in [PACKAGE / "__init__.py", *sorted(PACKAGE.joinpath("node").glob("*.py"))]:
+            archive.add(path, path.relative_to(PACKAGE.parent))
     return file.getvalue()
 
 
