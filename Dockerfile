@@ -7,7 +7,7 @@ ENV PATH=/opt/venv/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 # torch.compile needs a C++ compiler for its kernels, and a C compiler for Triton's launchers.
 RUN apt-get update && apt-get install --yes --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
 # The secret `ca` is a CA bundle, for a proxy that re-signs TLS; it is not stored in any layer.
-# Packages must match the hashes in requirements.lock, which `make lock` renews.
+# Packages must match the hashes in requirements.lock, which `make lock` updates.
 RUN --mount=type=secret,id=ca,required=false \
     --mount=type=bind,source=requirements.lock,target=/tmp/requirements.lock \
     if [ -s /run/secrets/ca ]; then export PIP_CERT=/run/secrets/ca; fi; \

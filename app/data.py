@@ -1,4 +1,4 @@
-"""Data sets that fit in memory, as tensors: generated offline, or read from files in a folder."""
+"""Datasets that fit in memory, as tensors: generated offline, or read from files in a folder."""
 
 import contextlib
 import functools
@@ -87,7 +87,7 @@ def digits(count: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def colours(count: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Generate coloured digits on coloured paper, in CIFAR's shape: (N, 3, 32, 32) uint8, (N,) int64."""
+    """Generate colored digits on colored paper, in CIFAR's shape: (N, 3, 32, 32) uint8, (N,) int64."""
     images, labels = digits(count, seed)
     generator = torch.Generator().manual_seed(seed)
     ink = F.pad(images, (2, 2, 2, 2)).unsqueeze(1).float() / 255
@@ -134,15 +134,15 @@ def load(name: str, folder: Path, download: bool) -> list[Tensor]:
     images = _drawn(drawn[name], folder, name) if name in drawn else _files(name, folder, download)
     for i in (0, 2):
         if images[i].dim() == 3:
-            images[i] = images[i].unsqueeze(1)  # greyscale
+            images[i] = images[i].unsqueeze(1)  # grayscale
         elif images[i].shape[-1] == 3:
             images[i] = images[i].permute(0, 3, 1, 2).contiguous()  # torchvision stores CIFAR with channels last
     return images
 
 
 # Mean and standard deviation of MNIST, as in the PyTorch examples, and of CIFAR-10 by channel.
-_GREY = ((0.1307,), (0.3081,))
-_COLOUR = ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
+_GRAY = ((0.1307,), (0.3081,))
+_COLOR = ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
 
 
 def normalised(images: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -154,12 +154,12 @@ def normalised(images: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
 @functools.cache  # a copy to a GPU would synchronize with it at each step
 def _statistics(channels: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     """Mean and standard deviation of each channel: (C, 1, 1) both."""
-    mean, deviation = (torch.tensor(v, dtype=dtype, device=device) for v in (_GREY if channels == 1 else _COLOUR))
+    mean, deviation = (torch.tensor(v, dtype=dtype, device=device) for v in (_GRAY if channels == 1 else _COLOR))
     return mean.view(-1, 1, 1), deviation.view(-1, 1, 1)
 
 
 def augmented(images: Tensor) -> Tensor:
-    """Shift each image by up to two pixels and mirror colour images at random; the whole batch at once."""
+    """Shift each image by up to two pixels and mirror color images at random; the whole batch at once."""
     n, channels, height, width = images.shape
     padded = F.pad(images, (2, 2, 2, 2))
     down, right = torch.randint(0, 5, (2, n, 1), device=images.device)

@@ -1,4 +1,4 @@
-"""A data set as shards of unequal size; each worker reads only its own.
+"""A dataset as shards of unequal size; each worker reads only its own.
 
     python -m app.shards DIR --dataset digits --count 7
 
@@ -74,11 +74,11 @@ class Shards:
 
 
 def main() -> None:
-    """Write shards of a data set."""
-    parser = argparse.ArgumentParser(prog="python -m app.shards", description="Write a data set as shards.")
+    """Write shards of a dataset."""
+    parser = argparse.ArgumentParser(prog="python -m app.shards", description="Write a dataset as shards.")
     parser.add_argument("folder", type=Path, metavar="DIR", help="output folder, which must not exist")
-    parser.add_argument("--dataset", choices=data.NAMES, default="digits", help="data set (default %(default)s)")
-    parser.add_argument("--data", type=Path, default=data.HOME, help="folder of the data set")
+    parser.add_argument("--dataset", choices=data.NAMES, default="digits", help="dataset (default %(default)s)")
+    parser.add_argument("--data", type=Path, default=data.HOME, help="folder of the dataset (default %(default)s)")
     parser.add_argument("--count", type=int, default=8, help="number of shards (default %(default)s)")
     args = parser.parse_args()
     if args.folder.exists():

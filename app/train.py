@@ -38,37 +38,97 @@ REPORT_EVERY = 10  # steps whose losses are reduced together, after which all wo
 
 def arguments() -> argparse.Namespace:
     """The command line; the defaults of the optimizer follow the PyTorch examples' MNIST script."""
-    parser = argparse.ArgumentParser(prog="python -m app.train", description="Train on every worker.")
+    parser = argparse.ArgumentParser(prog="python -m app.train", description="Train a model with one or more workers.")
     add = parser.add_argument
     add("--strategy", choices=strategy.NAMES, default="ddp", help="training strategy (default %(default)s)")
-    add("--spawn", type=int, metavar="N", help="start N workers on this machine")
+    add("--spawn", type=int, metavar="N", help="start N workers on this machine (default: train in this process)")
     add("--model", choices=model.NAMES, default="lenet", help="model (default %(default)s)")
-    add("--dataset", default="digits", metavar="NAME|shards:DIR", help=f"{', '.join(data.NAMES)}, or shards in DIR")
-    add("--data", type=Path, default=data.HOME, metavar="DIR", help="folder of the data set")
-    add("--download", action="store_true", help="download the data set if it is not in DIR")
-    add("--augment", action="store_true", help="shift images at random, and mirror colour images")
+    add(
+        "--dataset",
+        default="digits",
+        metavar="NAME|shards:DIR",
+        help=f"dataset: {', '.join(data.NAMES)}, or shards in DIR (default %(default)s)",
+    )
+    add("--data", type=Path, default=data.HOME, metavar="DIR", help="folder of the dataset (default %(default)s)")
+    add("--download", action="store_true", help="download the dataset if it is not in DIR")
+    add("--augment", action="store_true", help="shift images at random, and mirror color images")
     add("--epochs", type=int, default=3, help="number of epochs (default %(default)s)")
     add("--batch-size", type=int, default=64, help="global batch size of all workers (default %(default)s)")
-    add("--accumulate", type=int, default=1, metavar="K", help="split each batch into K parts to save memory")
-    add("--optimizer", choices=["adadelta", "sgd", "adamw"], default="adadelta", help="default %(default)s")
+    add(
+        "--accumulate",
+        type=int,
+        default=1,
+        metavar="K",
+        help="split each batch into K parts to save memory (default %(default)s)",
+    )
+    add("--optimizer", choices=["adadelta", "sgd", "adamw"], default="adadelta", help="optimizer (default %(default)s)")
     add("--lr", type=float, help="learning rate (default 1.0 for adadelta, 0.05 for sgd, 0.001 for adamw)")
-    add("--schedule", choices=["step", "cosine", "none"], default="step", help="step: multiply by --gamma each epoch")
+    add(
+        "--schedule",
+        choices=["step", "cosine", "none"],
+        default="step",
+        help="learning rate schedule; step: multiply by --gamma each epoch (default %(default)s)",
+    )
     add("--gamma", type=float, default=0.7, help="factor of the step schedule (default %(default)s)")
     add("--dropout", type=float, default=1.0, help="factor on the model's dropout rates (default %(default)s)")
-    add("--dtype", choices=["float32", "float64"], default="float32", help="default %(default)s")
+    add(
+        "--dtype",
+        choices=["float32", "float64"],
+        default="float32",
+        help="data type of weights and images (default %(default)s)",
+    )
     half = ["auto", "float16", "bfloat16"]
-    add("--amp", nargs="?", const="auto", choices=half, help="mixed precision; auto: float16 on GPUs, bfloat16 on CPUs")
+    add(
+        "--amp",
+        nargs="?",
+        const="auto",
+        choices=half,
+        help="train in mixed precision (default: off); auto is float16 on GPUs, bfloat16 on CPUs",
+    )
     modes = ["default", "reduce-overhead", "max-autotune"]
-    add("--compile", nargs="?", const="default", choices=modes, help="torch.compile; reduce-overhead: CUDA graphs")
-    add("--deterministic", action="store_true", help="bit-identical runs on GPUs as well, with slower kernels")
+    add(
+        "--compile",
+        nargs="?",
+        const="default",
+        choices=modes,
+        help="compile the model with torch.compile (default: off); reduce-overhead uses CUDA graphs",
+    )
+    add("--deterministic", action="store_true", help="make runs on GPUs bit-identical too, with slower kernels")
     add("--seed", type=int, default=1, help="random seed (default %(default)s)")
-    add("--save-every", type=int, default=0, metavar="STEPS", help="also save every STEPS steps within an epoch")
-    add("--keep", type=int, default=2, help="newest checkpoints to keep besides the best (default %(default)s)")
-    add("--resume", default="none", metavar="auto|none|DIR", help="auto: the job's newest checkpoint; DIR: this one")
-    add("--init-from", type=Path, metavar="DIR", help="start from a checkpoint's weights, as far as their shapes match")
-    add("--check-replicas", type=int, default=0, metavar="STEPS", help="how often to compare all workers' parameters")
+    add(
+        "--save-every",
+        type=int,
+        default=0,
+        metavar="STEPS",
+        help="also save every STEPS steps within an epoch (default: only after each epoch)",
+    )
+    add(
+        "--keep",
+        type=int,
+        default=2,
+        help="number of recent checkpoints to keep besides the best (default %(default)s)",
+    )
+    add(
+        "--resume",
+        default="none",
+        metavar="auto|none|DIR",
+        help="checkpoint to resume from: the job's newest (auto), none, or DIR (default %(default)s)",
+    )
+    add(
+        "--init-from",
+        type=Path,
+        metavar="DIR",
+        help="initialize weights from a checkpoint, where names and shapes match (default: random weights)",
+    )
+    add(
+        "--check-replicas",
+        type=int,
+        default=0,
+        metavar="STEPS",
+        help="compare the parameters of all workers every STEPS steps (default: never)",
+    )
     add("--ledger", action="store_true", help="write each worker's samples to ledger-RANK.jsonl")
-    add("--skew-rank", type=int, help="corrupt this rank's gradients, to test --check-replicas")
+    add("--skew-rank", type=int, help="corrupt this rank's gradients, to test --check-replicas (default: none)")
     args = parser.parse_args()
     for name in ("epochs", "batch_size", "accumulate", "keep", "spawn"):
         if getattr(args, name) is not None and getattr(args, name) < 1:

@@ -1,4 +1,4 @@
-"""Seconds from the command to 99 % accuracy on one GPU: the app, with and without a cluster, and PyTorch's example."""
+"""Seconds from the command to 99% accuracy on one GPU: the app, with and without a cluster, and PyTorch's example."""
 
 import json
 import re
@@ -37,7 +37,7 @@ def to_goal(command: list[str], env: dict[str, str]) -> tuple[float, str]:
     finally:
         limit.cancel()
         gpu.stop(process)
-    raise RuntimeError(f"{GOAL:g} % was not reached; the output ends with: {gpu.reason(''.join(lines))}")
+    raise RuntimeError(f"{GOAL:g}% was not reached; the output ends with: {gpu.reason(''.join(lines))}")
 
 
 def training(text: str) -> float:
@@ -48,7 +48,7 @@ def training(text: str) -> float:
             seconds += record["seconds"]
             if round(100 * record["test_accuracy"], 2) >= GOAL:
                 return float(seconds)
-    raise ValueError(f"metrics.jsonl has no epoch with {GOAL:g} %")
+    raise ValueError(f"metrics.jsonl has no epoch with {GOAL:g}%")
 
 
 def data_set() -> str:

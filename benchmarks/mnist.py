@@ -1,7 +1,7 @@
 """A rewrite of the PyTorch examples' MNIST script, the peer in `time-to-accuracy`.
 
 The same network, optimizer, schedule and batch size; every image goes through PIL and a transform separately, as with
-torchvision's data set. `python benchmarks/mnist.py DATASET SEED [DEVICE]`
+torchvision's dataset. `python benchmarks/mnist.py DATASET SEED [DEVICE]`
 """
 
 import sys

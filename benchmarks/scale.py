@@ -22,7 +22,7 @@ class Times:
     # Kokolis et al., Revisiting Reliability in Large-Scale Machine Learning Research Clusters (2024): 6.5 failures per
     # thousand node-days in the larger of two clusters, with eight GPUs per node.
     failures: float = 6.5e-3  # per node and day
-    # Dubey et al., The Llama 3 Herd of Models (2024): hardware caused 78 % of the unexpected interruptions.
+    # Dubey et al., The Llama 3 Herd of Models (2024): hardware caused 78% of the unexpected interruptions.
     hardware: float = 0.78
     repair: float = 4 * 3600.0  # mean time until a host is back: an assumption
     detect_worker: float = 0.01  # the node reports it at once

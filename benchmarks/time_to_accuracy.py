@@ -1,4 +1,4 @@
-"""Seconds from the command to 99 % accuracy on digits: the default job on one node, and PyTorch's example script."""
+"""Seconds from the command to 99% accuracy on digits: the default job on one node, and PyTorch's example script."""
 
 import os
 import re
@@ -29,7 +29,7 @@ def seconds_to_goal(command: list[str]) -> float:
                 took = time.monotonic() - started
                 process.terminate()
                 return took
-    raise RuntimeError(f"{GOAL} % was not reached in {EPOCHS} epochs")
+    raise RuntimeError(f"{GOAL}% was not reached in {EPOCHS} epochs")
 
 
 def measure(runs: int) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from typing import TextIO
 COMMANDS, MODULE = ("orchestrate", "torch-orchestrate"), "python -m orchestrate"
 READER_LEFT = (errno.EPIPE, errno.EIO)  # a closed pipe, a closed terminal
 _ESCAPES = re.compile(
-    r"\x1b\[[0-?]*[ -/]*[@-~]"  # colours, cursor
+    r"\x1b\[[0-?]*[ -/]*[@-~]"  # colors, cursor
     r"|\x1b\][^\x07\x1b\n]*(?:\x07|\x1b\\)?"  # window title, clipboard
     r"|\x1b[@-Z\\-_]?|[\x00-\x08\x0b-\x1f\x7f-\x9f]"
 )

@@ -2,8 +2,8 @@
 
 OrchestrateError          1
 ├── UsageError            2   invalid command line or job file
-├── EngineError           3   the engine does not answer, or refuses a request
-│   └── EngineLost        3   the engine does not answer at all
+├── EngineError           3   the engine does not respond, or refuses a request
+│   └── EngineLost        3   the engine does not respond at all
 └── ResourceError         4   the engine answers, but something is missing: an image, GPUs, Compose
 """
 
@@ -11,9 +11,9 @@ from __future__ import annotations
 
 SUCCEEDED = 0
 FAILED = 1  # a worker failed
-LOST = 5  # the engine no longer answers, so the outcome is unknown
+LOST = 5  # the engine stopped responding, so the outcome is unknown
 TIMED_OUT = 124  # the time limit --max-run was reached; same as coreutils' timeout
-INTERRUPTED = 130  # stopped by a user; same as shells after Ctrl-C
+INTERRUPTED = 130  # stopped by the user; same as shells after Ctrl-C
 
 
 class OrchestrateError(Exception):
@@ -39,7 +39,7 @@ class EngineError(OrchestrateError):
 
 
 class EngineLost(EngineError):
-    """The engine does not answer at all; it may come back."""
+    """The engine does not respond at all; it may come back."""
 
 
 class ResourceError(OrchestrateError):

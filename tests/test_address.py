@@ -221,4 +221,4 @@ def test_an_engine_without_compose_must_count_as_no_engine(config, monkeypatch, 
     monkeypatch.setattr("orchestrate.engines.docker.client.PLUGINS", [])
     monkeypatch.setenv("PATH", "")
     assert choice.select_engine(resolve({})).name == "process"
-    assert capsys.readouterr().err.startswith("no `docker` command on PATH; running as local processes")
+    assert capsys.readouterr().err.startswith("no docker command on PATH; running as local processes")

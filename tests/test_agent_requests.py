@@ -298,7 +298,7 @@ def test_a_zygote_that_does_not_fork_in_time_must_be_killed(tmp_path):
     for rank in (1, 2):
         assert node.run(rank, f"import sys\nprint('{PRELOAD}' in sys.modules)") == 0
         assert node.log(rank) == "False\n"
-    assert node.out.read_text().count("does not answer") == 1
+    assert node.out.read_text().count("does not respond") == 1
     assert gone(zygote)
     node.end()
 

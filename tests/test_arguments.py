@@ -155,7 +155,7 @@ def test_a_variable_must_come_from_the_flag_or_from_the_shell(do, engine, runs, 
     spec, _ = store.load(store.JobPaths(next(runs.iterdir())))
     assert (spec.env, spec.memory, spec.cpus) == ({"HERE": "of the shell", "A": "b=c", "NONE": ""}, "2g", 1.5)
     assert do("plan", "-e", "NOWHERE")[2] == [
-        "error: --env 'NOWHERE' is not set in this shell",
+        "error: environment variable 'NOWHERE' is not set in this shell",
         "hint: use --env NAME=VALUE",
     ]
 

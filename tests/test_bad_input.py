@@ -43,8 +43,8 @@ def check_refused(cli, code: int, message: str, *arguments: str, **env: str) -> 
         ("unknown key 'trainer'", ["run", "--set", "trainer=1"]),
         ("run: unknown option '--bogus'", ["run", "--bogus"]),
         ("cannot write to /proc/", ["run", "--engine", "process", "--runs", "/proc/x", "--", "probe.py"]),
-        ("no job nope", ["logs", "nope"]),
-        ("no job nope", ["stop", "nope"]),
+        ("no such job: nope", ["logs", "nope"]),
+        ("no such job: nope", ["stop", "nope"]),
         ("ps does not take a script", ["ps", "--", "x"]),
         ("unknown command 'x'", ["x"]),
     ],
@@ -137,7 +137,7 @@ def test_gpus_on_an_engine_without_nvidia_runtime_must_be_refused_before_an_imag
 def test_help_must_list_the_exit_codes(cli):
     done = cli("--help")
     assert done.returncode == 0
-    assert "130  stopped by a user" in done.stdout
+    assert "130  stopped by the user" in done.stdout
 
 
 def test_output_that_cannot_be_written_must_be_an_error_unless_the_reader_has_closed_it(tmp_path):

@@ -30,7 +30,7 @@ def test_a_cause_must_include_the_nodes_explanation_and_the_workers_last_lines(j
     assert calls == [(1, "trainer-1")]
     assert (cause.rank, cause.node, cause.exit_code, cause.cause) == (1, "trainer-1", 137, "out of memory")
     assert cause.last_lines == ["epoch 1", "epoch 2"] and cause.log == str(job.paths.log(1))
-    assert cause.summary.startswith("rank 1 on trainer-1 (gpu-box) ran out of memory")
+    assert cause.summary.startswith("rank 1 on trainer-1 (gpu-box) was killed by the kernel's OOM killer")
 
 
 def test_a_worker_that_left_early_must_be_the_root_cause_without_asking_its_node(job):

@@ -161,7 +161,7 @@ def test_a_detached_job_must_be_supervised_by_a_background_process(do, engine, r
 def test_up_must_start_nodes_that_jobs_use(do, engine, runs):
     code, (name,), err = do("up", "--trainers", "2", "--gpus", "none")
     assert code == 0 and name.startswith("cluster-")
-    assert err[0].startswith(f"3 nodes are up, for jobs from {Path.cwd()}")
+    assert err[0].startswith(f"3 nodes are up for jobs started in {Path.cwd()}")
     assert name in err[1]
     assert engine.calls == ["prepare", "up"]
     engine.generations, engine.calls = [[ALL_WELL]], []
@@ -195,7 +195,7 @@ def test_up_must_return_when_its_nodes_are_warm_or_say_that_they_are_not(do, eng
     engine.inventory = lambda *some, **more: Site(*look(*some, **more)).but(preload=("torch", "numpy"))
     code, _, err = do("up", "--trainers", "2", "--gpus", "none")
     assert code == 0 and engine.calls == ["prepare", "up", "warmed"]
-    assert ("the nodes are still importing torch, numpy; the first job will wait for them" in err) != warm
+    assert ("the nodes are still importing torch, numpy; the first job waits for them" in err) != warm
 
 
 def test_a_cluster_whose_jobs_are_in_another_folder_must_be_named_with_that_folder(do, engine, runs, tmp_path):
@@ -342,7 +342,7 @@ def test_ctrl_c_must_end_a_command_without_a_traceback(do, monkeypatch):
 def test_the_exit_codes_must_match_the_help():
     codes = {errors.SUCCEEDED: "succeeded", errors.FAILED: "a worker failed", errors.LOST: "lost"}
     codes |= {UsageError.exit_code: "usage", EngineError.exit_code: "no engine", ResourceError.exit_code: "something"}
-    codes |= {errors.TIMED_OUT: "time limit", errors.INTERRUPTED: "stopped by a user"}
+    codes |= {errors.TIMED_OUT: "time limit", errors.INTERRUPTED: "stopped by the user"}
     assert all(f" {code}  " in EXITS.replace("\n", "  ") and meaning in EXITS for code, meaning in codes.items())
     found = {"succeeded": 0, "failed": 1, "lost": 5}
     assert {word: commands.exit_code({"outcome": word, "reason": ""}) for word in found} == found
@@ -398,7 +398,7 @@ def test_a_link_in_a_project_must_not_redirect_run_directories(engine, tmp_path,
     assert main([command, "--trainers", "2", "--gpus", "none"]) == 2
     assert capsys.readouterr().err.splitlines() == [
         "error: runs is a symbolic link",
-        "hint: use --runs DIR to use its target",
+        "hint: pass the folder that it points to: --runs DIR",
     ]
     assert not [*(tmp_path / "elsewhere").iterdir()]
     assert main(["ps"]) == 0

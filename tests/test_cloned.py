@@ -103,7 +103,7 @@ def test_a_job_that_came_with_the_project_must_only_be_displayed(do: Commands, p
     for command in ("attach", "stop"):
         assert do(command, "a-1")[0] == 2
     assert do("wait", "a-1")[0] == (0 if has_ended else 1)
-    assert do("rm", "a-1") == (0, [], ["a-1 is removed"])
+    assert do("rm", "a-1") == (0, [], ["a-1 removed"])
     assert do.engine.calls == []
 
 

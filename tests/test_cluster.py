@@ -61,7 +61,7 @@ def up(cli, engine):
     yield bring_up
     for one in clusters:
         done = cli("down", one.name)
-        assert (done.returncode, done.stderr) == (0, f"{one.name} is down\n")
+        assert (done.returncode, done.stderr) == (0, f"{one.name} removed\n")
         assert not (cli.folder / "runs" / one.name).exists()
         assert not (private.temporary() / one.name).exists()
 
@@ -124,7 +124,7 @@ def test_a_job_that_does_not_fit_must_say_why_and_start_its_own_nodes(up, option
     before = cluster.nodes()
     done = cluster.run(*options, "--", "count.py", "3")
     assert not cluster.fits(done)
-    assert f"{cluster.name} does not fit: {why}\n" in done.stderr
+    assert f"not using {cluster.name}: {why}\n" in done.stderr
     assert cluster.nodes() == before
 
 
@@ -136,12 +136,12 @@ def test_a_cluster_in_use_must_not_take_a_second_job_or_go_down(up, cli, engine)
     assert on_cluster(first) == f"../{cluster.name}/nodes/{first.name}" and cluster.state() == "in use"
     second = cli("run", "--engine", engine, "--trainers", "0", *OPTIONS, "--runs", "runs", "--", "count.py", "3")
     assert second.returncode == 0, second.stderr
-    assert f"{cluster.name} does not fit: it is in use by {first.name} (process {job.process.pid})" in second.stderr
+    assert f"not using {cluster.name}: it is in use by {first.name} (process {job.process.pid})" in second.stderr
     refused = cli("down", cluster.name)
     assert (refused.returncode, f"error: {cluster.name} is in use by {first.name} " in refused.stderr) == (2, True)
     assert refused.stderr.endswith(f" stop {first.name}\n")
     wrong = cli("stop", cluster.name)
-    assert (wrong.returncode, f"error: no job {cluster.name}" in wrong.stderr) == (2, True)
+    assert (wrong.returncode, f"error: no such job: {cluster.name}" in wrong.stderr) == (2, True)
     assert cli("stop", first.name).returncode == 0
     assert job.end() == 130
     assert cluster.state() == "idle" and not on_cluster(first)
@@ -251,7 +251,7 @@ def test_down_must_refuse_an_unknown_cluster(cli):
     done = cli("down", "nonesuch")
     assert (done.returncode, done.stderr) == (
         2,
-        "error: no cluster nonesuch\nhint: no clusters in runs\n",
+        "error: no such cluster: nonesuch\nhint: no clusters in runs\n",
     )
 
 

@@ -125,7 +125,7 @@ def test_a_cluster_with_an_unfinished_job_must_not_be_given_to_another_job(tmp_p
     one = new_cluster(tmp_path)
     create(one.paths, cluster="c-1")
     unfinished = create(JobPaths(tmp_path / "a-1"), cluster="c-1")
-    assert differences(one) == ["a-1 has not ended on it and has no supervisor: attach to it or stop it"]
+    assert differences(one) == ["it is in use by a-1, which has no supervisor: attach to it or stop it"]
     end(unfinished)
     assert differences(one) == []
 
@@ -230,7 +230,7 @@ def test_down_must_continue_if_a_job_has_replaced_its_folder(tmp_path):
         create(JobPaths(tmp_path / name), cluster="c-1").log(0).write_text(name)
     shutil.rmtree(one.paths.nodes / "a-1")
     (one.paths.nodes / "a-1").symlink_to(tmp_path / "b-1")
-    with pytest.raises(OrchestrateError, match="c-1 is down, but the files of a-1 are lost"):
+    with pytest.raises(OrchestrateError, match="c-1 was removed, but the files of a-1 are lost"):
         cluster.take_down(Whole(), one, 7.0)
     assert not one.paths.root.exists() and (tmp_path / "b-1" / "logs" / "rank-0.log").read_text() == "b-1"
 

@@ -64,10 +64,10 @@ class Meanwhile:
         ("b", "b-1"),
         ("c-1", "c-1"),
         ("c", "c-2"),  # the running one
-        ("a", "a is the prefix of 2 jobs"),
-        ("d", "no job d"),
-        ("z-1", "no job z-1"),  # a cluster
-        ("y", "no job y"),
+        ("a", "a matches 2 jobs"),
+        ("d", "no such job: d"),
+        ("z-1", "no such job: z-1"),  # a cluster
+        ("y", "no such job: y"),
     ],
 )
 def test_a_job_must_be_found_by_its_name_or_a_unique_prefix(do, engine, tmp_path, asked, found):
@@ -89,7 +89,7 @@ def test_of_many_matching_jobs_only_the_newest_must_be_listed(do, tmp_path):
     for number in range(10, 20):
         create(JobPaths(tmp_path / f"a-{number}"))
     names = "a-19, a-18, a-17, a-16, a-15, a-14, a-13, a-12 and 2 more"
-    assert do("rm", "a")[2] == ["error: a is the prefix of 10 jobs", f"hint: jobs in {tmp_path}: {names}"]
+    assert do("rm", "a")[2] == ["error: a matches 10 jobs", f"hint: jobs in {tmp_path}: {names}"]
 
 
 def test_a_running_job_must_be_found_from_any_folder(do, engine, tmp_path):
@@ -103,7 +103,7 @@ def test_a_running_job_must_be_found_from_any_folder(do, engine, tmp_path):
 
 def test_an_empty_runs_folder_must_be_named(do, engine, tmp_path):
     hint = f"hint: no jobs in {tmp_path}; use --runs to select another folder"
-    assert do("logs", "a") == (2, [], ["error: no job a", hint])
+    assert do("logs", "a") == (2, [], ["error: no such job: a", hint])
     assert do("logs") == (2, [], [f"error: no jobs in {tmp_path}", "hint: use --runs to select another folder"])
 
 
@@ -225,7 +225,7 @@ def test_attach_must_follow_a_job_from_its_last_lines_to_its_end(do, paths, monk
     with supervised(paths.root) as other:
         code, out, err = do("attach", "a-1")
     assert code == 0 and len(err) == 3
-    assert err[0].startswith(f"process {other.pid} supervises a-1;")
+    assert err[0].startswith(f"following a-1, supervised by process {other.pid} ")
     assert err[1:] == ["succeeded: 3 workers, 1.0 s", str(paths.root)]
     assert out[-3:] == ["master 0    | line 999", "trainer-1 1 | one", "trainer-1 1 | two"]
     assert len(out) < 1000
@@ -276,7 +276,7 @@ def test_ps_must_show_running_idle_and_unsupervised_jobs(do, engine, tmp_path):
         ["on-used", "docker", "3"],
         ["new", "docker", "0"],
     ]
-    for row, state in zip(rows[1:], ["without supervisor", "running", "idle", "in use", "running on used", "running"]):
+    for row, state in zip(rows[1:], ["no supervisor", "running", "idle", "in use", "running on used", "running"]):
         assert row[3].startswith(f"{state} ") and row[3].endswith(str(tmp_path / row[0]))
 
 
@@ -347,7 +347,9 @@ def test_nodes_of_another_version_must_be_reported_with_the_command_that_removes
 def test_nodes_of_another_user_must_not_be_reported_as_from_another_version(do, tmp_path):
     old(do, tmp_path, "no folder")
     do.engine.states = [replace(do.engine.states[0], owner=os.getuid() + 1)]
-    assert do("down", "c-1")[2][0] == "error: no cluster c-1" and do("rm", "c-1")[2][0] == "error: no job c-1"
+    assert (
+        do("down", "c-1")[2][0] == "error: no such cluster: c-1" and do("rm", "c-1")[2][0] == "error: no such job: c-1"
+    )
 
 
 def test_the_hint_must_kill_processes_of_another_version_by_id(do, tmp_path):
@@ -387,4 +389,4 @@ def test_ctrl_c_must_detach_from_a_job_and_say_that_it_continues(do, paths, monk
     monkeypatch.setattr(commands, "time", Meanwhile(interrupt))
     with supervised(paths.root):
         code, _, err = do(*arguments)
-    assert (code, err[-1]) == (130, "a-1 continues")
+    assert (code, err[-1]) == (130, "detached; a-1 is still running")

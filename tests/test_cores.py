@@ -1,4 +1,4 @@
-"""Cores must be ordered so that neighbours share caches and memory, and be assigned in equal shares."""
+"""Cores must be ordered so that neighbors share caches and memory, and be assigned in equal shares."""
 
 import os
 

@@ -152,7 +152,7 @@ def test_each_container_must_be_handled_even_if_some_have_already_ended(answers,
     daemon.each(found, Container.kill)
     assert sorted(answers.requests()) == [f"POST /containers/{node['Id']}/kill" for node in nodes]
     answers.refusals[f"POST /containers/{nodes[2]['Id']}/kill"] = 500, "no permission"
-    with pytest.raises(EngineError, match="failed on j-trainer-3: no permission"):
+    with pytest.raises(EngineError, match="could not change the state of j-trainer-3: no permission"):
         daemon.each(found, Container.kill)
 
 

@@ -16,7 +16,7 @@ from app import data, shards
 from app.model import build
 from app.shards import Shards, assigned
 
-# --- generated data sets
+# --- generated datasets
 
 
 def test_generated_images_must_match_their_version_on_every_machine():
@@ -50,7 +50,7 @@ def test_coloured_digits_must_have_the_shape_of_cifar_images():
     ink = F.pad(digits, (2, 2, 2, 2))
     for image, mask in zip(images, ink):
         full = image[:, mask == 255]
-        assert full.numel() == 0 or (full == full[:, :1]).all()  # ink of one colour
+        assert full.numel() == 0 or (full == full[:, :1]).all()  # ink of one color
         assert (image[:, 0] == image[:, 1]).all()  # the edge shows only paper, constant from top to bottom
     left, right = images[:, :, 0, 0].float(), images[:, :, 0, 31].float()
     assert (left - right).abs().mean() > 30
@@ -58,7 +58,7 @@ def test_coloured_digits_must_have_the_shape_of_cifar_images():
 
 
 class Generator:
-    """A generator of a data set that records its calls."""
+    """A generator of a dataset that records its calls."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[int, int]] = []

@@ -222,13 +222,13 @@ def test_other_last_lines_must_not_count_as_complaints(lines):
         (139, "", DUMP, "crash", "was killed by SIGSEGV (exit code 139)"),
         (134, "", DUMP, "crash", "was killed by SIGABRT (exit code 134)"),
         (135, "", [], "shared memory", "was killed by SIGBUS (exit code 135)"),
-        (137, "out of memory", [], "out of memory", "ran out of memory: the kernel killed it (exit code 137)"),
+        (137, "out of memory", [], "out of memory", "was killed by the kernel's OOM killer (exit code 137)"),
         (
             1,
             "",
             ["RuntimeError: DataLoader worker (pid 9) is killed by signal: Killed."],
             "out of memory in a child",
-            "lost a child process, which the kernel killed for lack of memory (exit code 1)",
+            "lost a child process to the kernel's OOM killer (exit code 1)",
         ),
         (1, "", ["torch.OutOfMemoryError: CUDA out of memory."], "out of GPU memory", "exited with code 1"),
         (1, "", [f"torch.AcceleratorError: {ILLEGAL}"], "GPU error", "exited with code 1"),
@@ -271,7 +271,7 @@ def test_a_cause_must_come_with_a_summary_and_a_hint(code, known, lines, cause, 
     [
         (1, "", ["ModuleNotFoundError: No module named 'a.b_c'"], "a.b_c is neither in your folder nor in the image"),
         (1, "", ["/usr/bin/python: No module named nonesuch"], "nonesuch is neither in your folder nor in the image"),
-        (2, "", ["python: can't open file '/workspace/x.py'"], "in the folder that you started from"),
+        (2, "", ["python: can't open file '/workspace/x.py'"], "in the folder in which you started the job"),
         (2, "", ["python: can't open file '/workspace/x.py': [Errno 13] Permission denied"], "chmod a+r"),
         (1, "", ["[rank0]: bdb.BdbQuit"], "breakpoint()"),
         (2, "", ["train.py: error: unrecognized arguments: --gpus none"], "before the script"),
@@ -383,7 +383,7 @@ def test_a_missing_program_must_be_distinguished_from_a_missing_file():
     lines = [*trace, "FileNotFoundError: [Errno 2] No such file or directory: 'nvidia-smi'"]
     assert "the program is not installed" in diagnose(PLAN, WorkerExit(1, 1), None, lines, "log").hint
     later = [*lines, "", *TRACE, "FileNotFoundError: [Errno 2] No such file or directory: 'a.csv'"]
-    assert "the folder that you started from" in diagnose(PLAN, WorkerExit(1, 1), None, later, "log").hint
+    assert "the folder in which you started the job" in diagnose(PLAN, WorkerExit(1, 1), None, later, "log").hint
 
 
 def test_a_complete_traceback_must_need_no_hint():

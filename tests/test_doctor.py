@@ -79,7 +79,7 @@ def test_a_clock_that_differs_must_be_reported(monkeypatch, ahead, expected):
     assert [text for text in found if "clock" in text] == (
         [f"host-1: its clock differs by {expected}"] if expected else []
     )
-    assert found[-1].startswith("host-1: has the image, and a node on it answers")
+    assert found[-1].startswith("host-1: has the image, and a test node on it responds")
 
 
 @pytest.mark.parametrize("error", [EngineError("not a line of JSON"), ConnectionError("it has gone")])
@@ -95,7 +95,7 @@ def test_a_node_that_does_not_answer_must_be_reported_with_the_ports(monkeypatch
     silent = Host(0.0)
     monkeypatch.setattr(silent, "reach", lambda node: None)
     (found,) = checks._ask(cast(SwarmSession, silent), "master", "host-1", io.BytesIO())
-    assert found.state == checks.BAD and found.what == "host-1: a node on it does not answer"
+    assert found.state == checks.BAD and found.what == "host-1: a test node on it does not respond"
     assert "4789/udp" in found.hint and "7946/udp" in found.hint
 
 
@@ -219,7 +219,7 @@ def test_the_state_and_engine_version_of_a_host_must_be_checked(port, status, st
 def test_a_closed_port_must_be_reported(port, monkeypatch):
     monkeypatch.setattr(checks, "SWARM_PORTS", (port, free_port()))
     found = [*checks._host(host(port))][-1]
-    assert found.state == checks.BAD and found.what.endswith(f"does not answer on {checks.SWARM_PORTS[1]}/tcp")
+    assert found.state == checks.BAD and found.what.endswith(f"does not respond on {checks.SWARM_PORTS[1]}/tcp")
 
 
 def test_only_a_manager_must_answer_at_the_manager_port(port, monkeypatch):
@@ -369,7 +369,7 @@ def test_the_gpus_of_this_machine_must_be_listed_with_their_problems(own, capsys
     lines = capsys.readouterr().out.splitlines()
     assert lines[1:3] == [
         "ok       GPU-1: NVIDIA H200, 141 GiB, driver 580.95.05",
-        "ok       GPU-2, 71 % of its memory in use: NVIDIA H200, 141 GiB, driver 580.95.05",
+        "ok       GPU-2, 71% of its memory in use: NVIDIA H200, 141 GiB, driver 580.95.05",
     ]
     assert lines[3].startswith("warning  persistence mode is off") and "nvidia-smi -pm 1" in lines[4]
     assert lines[5].startswith("warning  local processes cannot use the GPUs: torch 2.15.0: The NVIDIA driver")

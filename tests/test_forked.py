@@ -264,7 +264,7 @@ def test_a_missing_script_must_be_reported_with_pythons_own_message(warm, argume
     [
         ("nonesuch", "nonesuch cannot be imported: ModuleNotFoundError: No module named 'nonesuch'"),
         ("bad", "bad cannot be imported: SystemExit: 3"),
-        ("deadly", "it ended"),
+        ("deadly", "the process that forks workers exited"),
         ("threads", "1 threads were started, which a fork would lose"),
     ],
 )
@@ -404,7 +404,7 @@ def test_an_invalid_process_id_must_not_be_taken_for_a_workers(message):  # a si
     zygote.sock, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with zygote.sock, other, open(os.devnull) as output:
         other.send(message.encode())
-        with pytest.raises(OSError, match="does not answer"):
+        with pytest.raises(OSError, match="does not respond"):
             zygote.fork(["x.py"], {}, None, output.fileno())
 
 

@@ -156,9 +156,9 @@ def test_an_invalid_listing_must_give_no_gpus(listing):
 
 def test_auto_must_leave_out_gpus_in_use_and_a_number_must_take_them_last():
     assert ids(offer(BOX, "auto", {})) == ["GPU-f1", "GPU-f3"]
-    assert offer(BOX, "auto", {}).note == "2 GPUs in use by other programs, left out"
+    assert offer(BOX, "auto", {}).note == "2 GPUs in use by other programs, skipped"
     assert ids(offer(BOX, 3, {})) == ["GPU-f1", "GPU-f3", "GPU-b0"]
-    assert offer(BOX, 3, {}).note == "GPU-b0, 5 % of its memory in use" and offer(BOX, 2, {}).note == ""
+    assert offer(BOX, 3, {}).note == "GPU-b0, 5% of its memory in use" and offer(BOX, 2, {}).note == ""
     assert ids(offer(BOX, "all", {})) == [gpu.id for gpu in BOX]
     assert len(offer(BOX, 5, {}).gpus) == 4  # the plan reports that there are too few
 
@@ -286,13 +286,13 @@ def test_a_pinned_plan_must_use_the_cores_near_the_gpus_and_be_read_as_it_was_wr
 
 
 def test_shared_gpus_must_be_assigned_in_turn_and_be_shown_in_the_plan():
-    site = HERE.but(gpus=("GPU-0", "GPU-1"), gpu_note="2 GPUs in use by other programs, left out")
+    site = HERE.but(gpus=("GPU-0", "GPU-1"), gpu_note="2 GPUs in use by other programs, skipped")
     planned = plan(JobSpec(trainers=2, share_gpus=True), site, "a-1")
     assert [worker.env["CUDA_VISIBLE_DEVICES"] for worker in planned.workers] == ["GPU-0", "GPU-1", "GPU-0"]
     assert {worker.env["NCCL_MULTI_RANK_GPU_ENABLE"] for worker in planned.workers} == {"1"}
     assert planned.gpus == ("GPU-0", "GPU-1")
     first = str(planned).splitlines()[0]
-    assert first.endswith("3 nodes × 1 worker, on 2 shared GPUs (2 GPUs in use by other programs, left out)")
+    assert first.endswith("3 nodes × 1 worker, on 2 shared GPUs (2 GPUs in use by other programs, skipped)")
     alone = plan(JobSpec(trainers=1, share_gpus=True), site, "a-1")
     assert "NCCL on GPU (2 GPUs" in str(alone) and alone.gpus == ("GPU-0", "GPU-1")
 
@@ -304,10 +304,10 @@ def test_a_restart_with_a_gpu_for_each_node_must_not_share_any():
 
 
 def test_the_default_job_must_run_on_any_machine_with_a_gpu():
-    site = HERE.but(gpus=("GPU-0",), gpu_note="1 GPU in use by other programs, left out")
+    site = HERE.but(gpus=("GPU-0",), gpu_note="1 GPU in use by other programs, skipped")
     assert ", on 1 shared GPU (" in str(plan(JobSpec(), site, "a-1"))
     for spec in (JobSpec(command=("x.py",)), JobSpec(gpus="all")):
-        with pytest.raises(ResourceError, match=r"only 1 is available \(1 GPU in use by other programs, left out\)"):
+        with pytest.raises(ResourceError, match=r"only 1 is available \(1 GPU in use by other programs, skipped\)"):
             plan(spec, site, "a-1")
 
 
@@ -331,4 +331,4 @@ def test_the_workers_of_one_node_must_not_share_a_gpu():
 def test_nvidia_smi_must_not_wait_for_input_or_for_a_driver_that_hangs(machine, monkeypatch):
     machine("cat; sleep 100")
     monkeypatch.setattr(gpus, "NVIDIA_SMI_TIMEOUT", 0.2)
-    assert gpus.look() == () and why_none() == "nvidia-smi: NVIDIA-SMI has failed to answer within 0.2 s"
+    assert gpus.look() == () and why_none() == "nvidia-smi: NVIDIA-SMI has failed to respond within 0.2 s"

@@ -139,7 +139,7 @@ def test_a_plan_must_run_only_the_projects_own_image_and_report_a_skipped_check(
         assert found.gpus == ("GPU-1", "GPU-2") and answers.query_of("POST /containers/create")[1]["Image"] == used
     else:
         assert found.gpus == () and answers.requests() == []
-        why = f"GPUs were not checked: a plan only runs the image {IMAGE}, which does not exist here"
+        why = f"GPUs were not checked: that needs the image {IMAGE}, which is missing"
         assert found.no_gpus == why and f"gloo on CPU ({why})" in str(plan(spec(), found, "j"))
         with pytest.raises(ResourceError, match="GPUs were not checked"):
             plan(spec(gpus=1), found, "j")
@@ -247,7 +247,7 @@ def test_the_inventory_must_describe_this_machine(tmp_path, monkeypatch):
     assert (found.master_addr, found.interface) == ("127.0.0.1", "lo")
     assert (found.job_dir, found.code) == (str(tmp_path / "run"), str(tmp_path))
     assert found.preload == ("torch", "torch.distributed")
-    assert found.gpu_note == "1 GPU in use by other programs, left out" and found.gpu_cores == ()
+    assert found.gpu_note == "1 GPU in use by other programs, skipped" and found.gpu_cores == ()
     given = ["image", "memory", "cpus", "shm_size", "volume"]
     requested = spec(gpus="none", memory="1g", cpus=2.0, shm_size="2g", volume="v", optional=given)
     found = Site(*engine.inventory(requested, tmp_path / "run", False))

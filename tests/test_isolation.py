@@ -88,7 +88,7 @@ def test_a_prefix_of_several_jobs_must_be_refused(cli, nothing_left):
         done = cli(command, SAME)
         assert (done.returncode, done.stderr) == (
             2,
-            f"error: {SAME} is the prefix of 2 jobs\nhint: jobs in runs: {names}\n",
+            f"error: {SAME} matches 2 jobs\nhint: jobs in runs: {names}\n",
         )
     assert all(job.untouched() for job in jobs)
     assert cli("stop", f"{SAME}-1").returncode == 0
@@ -118,7 +118,7 @@ def test_a_prefix_of_several_clusters_must_be_refused(cli, nothing_left):
     done = cli("down", "same")
     assert (done.returncode, done.stderr) == (
         2,
-        f"error: same is the prefix of 2 clusters\nhint: clusters in runs: {', '.join(names)}\n",
+        f"error: same matches 2 clusters\nhint: clusters in runs: {', '.join(names)}\n",
     )
     assert sorted(row[0] for row in cli.ps()) == names
     assert [cli("down", name).returncode for name in names] == [0, 0]
@@ -132,7 +132,7 @@ def test_a_job_must_use_a_cluster_that_fits(cli, nothing_left):
     )
     done = cli("run", "--engine", "process", "--trainers", "1", "--", "count.py", "3")
     assert done.returncode == 0, done.stderr
-    assert done.stderr.splitlines()[0] == f"{small} does not fit: it has 0 trainers, the job needs 1"
+    assert done.stderr.splitlines()[0] == f"not using {small}: it has 0 trainers, the job needs 1"
     assert f", on {large}\n" in done.stderr and third not in done.stderr
     for name in (small, large, third):
         assert cli("down", name).returncode == 0

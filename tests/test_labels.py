@@ -155,7 +155,7 @@ def test_the_labels_of_a_hostile_image_must_neither_break_commands_nor_impersona
         assert (done.returncode, done.stderr) == (0, "") and name not in done.stdout
         for command in ("stop", "rm"):
             done = cli(command, name)
-            assert done.returncode == 2 and done.stderr.startswith(f"error: no job {name}\n"), done.stderr
+            assert done.returncode == 2 and done.stderr.startswith(f"error: no such job: {name}\n"), done.stderr
         options = ["--engine", "docker", "--image", f"{name}:1", "--gpus", "none", "--trainers", "1"]
         done = cli("run", *options, "--", "count.py", "1")
         assert done.returncode == 0, done.stderr

@@ -74,7 +74,7 @@ def test_nodes_on_a_host_that_is_down_must_not_be_waited_for(clock, tmp_path, mo
     found = {"jobs": list, "objects": lambda _: [], "tasks": lambda _: [task], "hosts": dict}
     for name, answer in found.items():
         monkeypatch.setattr(swarm, name, answer)
-    with pytest.raises(EngineError, match="could not remove 1 node on host-3, which is down"):
+    with pytest.raises(EngineError, match="could not remove 1 node on hosts that are down: host-3"):
         swarm.remove("j", 30.0)
     assert clock.now == began
 
@@ -294,7 +294,7 @@ def test_a_task_that_does_not_end_must_be_reported_with_its_host(stub, managed, 
     with pytest.raises(EngineError, match="^could not remove trainer-1 on host-1$"):
         later.remove("j", 0.0)
     stub.hosts[0]["Status"]["State"] = "down"
-    with pytest.raises(EngineError, match="could not remove 1 node on host-1, which is down"):
+    with pytest.raises(EngineError, match="could not remove 1 node on hosts that are down: host-1"):
         later.remove("j", 0.0)
     tasks[0]["Status"]["State"] = "shutdown"  # its host has reported it
     later.remove("j", 0.0)

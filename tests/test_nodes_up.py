@@ -43,7 +43,7 @@ def test_a_node_that_comes_back_at_the_third_attempt_must_not_fail_the_job(job, 
 def test_nodes_reported_to_be_up_must_be_alive_before_workers_start_on_them(job):
     engine = RecordingEngine([ALL_WELL])
     engine.nodes.discard("trainer-2")
-    with pytest.raises(EngineError, match="2 of 3 nodes are alive"):
+    with pytest.raises(EngineError, match="2 of 3 nodes are running"):
         job.run(engine)
     assert engine.calls == ["up", "down"]
 

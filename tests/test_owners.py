@@ -67,8 +67,8 @@ def test_no_command_must_act_on_a_run_directory_that_is_not_ours(
         code, out, err = do(command, "a-1")
         assert (code, out) == (2, [])
         assert err == [
-            f"error: {paths.root} is not a run directory of yours: {FORGED[forge]}",
-            "hint: python -m orchestrate ps lists your jobs",
+            f"error: {paths.root} is not one of your run directories: {FORGED[forge]}",
+            "hint: python -m orchestrate ps lists your running jobs",
         ]
         assert other.poll() is None and do.engine.calls == []
     assert {*before, "supervisor.lock"} == {*os.listdir(paths.root)}
@@ -105,8 +105,8 @@ def test_files_of_a_cluster_must_not_be_moved_to_a_run_directory_that_is_not_our
     job = create(JobPaths(tmp_path / "a-1"), cluster="c-1")
     forge(job.root)
     code, _, err = do("down", "c-1")
-    why = f"{job.root} is not a run directory of yours: {FORGED[forge]}"
-    assert (code, err[0]) == (1, f"error: c-1 is down, but the files of a-1 are lost: {why}")
+    why = f"{job.root} is not one of your run directories: {FORGED[forge]}"
+    assert (code, err[0]) == (1, f"error: c-1 was removed, but the files of a-1 are lost: {why}")
     assert job.shared.is_symlink() and not cluster.root.exists()
 
 

@@ -47,7 +47,7 @@ def test_a_permanent_failure_must_never_be_retried(cause):
 @pytest.mark.parametrize("cause", ["terminated", "host lost", "engine lost", "interrupted"])
 def test_external_failures_must_not_be_counted(cause):
     history = [failure(number, cause) for number in range(50)]
-    assert decide(JobSpec(max_restarts=0), history) == Decision(True, "not counted")
+    assert decide(JobSpec(max_restarts=0), history) == Decision(True, "not counted toward max_restarts")
 
 
 def test_uncounted_failures_must_not_use_up_the_budget():

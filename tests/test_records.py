@@ -211,7 +211,7 @@ def test_the_key_of_a_job_must_not_be_available_after_its_end(do: Commands, path
     do.engine.generations = [[ALL_WELL]]
     assert len(key_of(paths.shared)) == 32
     assert do("attach", "a-1")[0] == 0
-    with pytest.raises(EngineError, match="no key for the nodes: a-1 has ended"):
+    with pytest.raises(EngineError, match="cannot connect to the nodes: a-1 has ended"):
         key_of(paths.shared)
 
 
@@ -243,7 +243,7 @@ def test_copied_results_must_be_shown_and_removed_as_files_only(do: Commands, co
     assert do("logs", "a-1") == (0, ["master 0    | hello"], [])
     assert do("wait", "a-1") == (0, [], [])
     assert do("rm", "a-1", "--dry-run") == (0, [f"folder {copy.root}"], [])
-    assert do("rm", "a-1") == (0, [], ["a-1 is removed"])
+    assert do("rm", "a-1") == (0, [], ["a-1 removed"])
     assert not copy.root.exists() and do.engine.calls == [] and do.engine.things == ["container a-1-master-1"]
     assert records.find(do.runs.parent / "elsewhere" / "a-1")
 

@@ -1,4 +1,4 @@
-"""Secret values of environment variables must be recognised, and others must stay readable."""
+"""Secret values of environment variables must be recognized, and others must stay readable."""
 
 import pytest
 

@@ -172,4 +172,4 @@ def test_a_refused_trainer_must_report_why_and_fail(project, master):
     master(WAITS).side.say(say="refused", error="hello: cpus is missing\n\x1b[31m")
     code, out = project.ends()
     assert code == 1
-    assert out == r"[node] error: the master refuses this trainer: 'hello: cpus is missing\n\x1b[31m'" + "\n"
+    assert out == r"[node] error: the master refused this trainer: 'hello: cpus is missing\n\x1b[31m'" + "\n"

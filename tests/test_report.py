@@ -207,7 +207,7 @@ def test_the_reason_must_be_shown_unless_the_job_succeeded(word, expected):
 def test_leftover_nodes_must_be_reported_with_the_command_that_removes_them():
     data = report(PLAN, JobResult(Outcome.SUCCEEDED, "finished", left="stuck"), [], 0.0, [], [])
     assert text(data).splitlines()[1:] == [
-        "warning: nodes were left behind: stuck",
+        "warning: not all nodes were removed: stuck",
         "hint: python -m orchestrate stop j",
     ]
 
@@ -244,11 +244,14 @@ FAILURE = Cause(rank=1, node="n", exit_code=1, cause=Reason.ERROR, summary="it b
         ),
         (events.RestartDecided(False, "no", 0.0), ""),
         (events.RestartDecided(True, "restart 1 of 3", 0.0), "(restart 1 of 3)"),
-        (events.RestartDecided(True, "not counted", 2.0), " in 2 s (not counted)"),
+        (
+            events.RestartDecided(True, "not counted toward max_restarts", 2.0),
+            " in 2 s (not counted toward max_restarts)",
+        ),
         (events.NodesUp(NODES, {}), ""),
         (events.NodesUp(NODES, dict(zip(NODES, "bab"))), "a: trainer-1; b: master, trainer-2"),
         (events.NodeInTrouble("trainer-1", "paused"), "trainer-1 is paused"),
-        (events.NodeInTrouble("trainer-1", "silent"), "trainer-1 does not answer"),
+        (events.NodeInTrouble("trainer-1", "silent"), "trainer-1 does not respond"),
         (events.NodeInTrouble("trainer-1", "partition"), "trainer-1 is cut off"),
         (events.NodeWell("trainer-1"), "trainer-1 has recovered"),
         (events.HangFound({}, 300.0), "for 300 s"),

@@ -204,7 +204,7 @@ def test_stop_must_clean_up_what_a_killed_orchestrator_left(cli, engine):
     job.kill()
     job.communicate()
     job_id = cli.run_dir().name
-    assert cli.ps() == [[job_id, engine, "2", "without supervisor", f"runs/{job_id}"]]
+    assert cli.ps() == [[job_id, engine, "2", "no supervisor", f"runs/{job_id}"]]
     stopped = cli("stop", cli.run_dir().name)
     assert stopped.returncode == 0, stopped.stderr
     assert not cli.ps()
@@ -283,7 +283,7 @@ def test_running_out_of_memory_must_be_recognized(cli, docker_engine, nothing_le
     )
     done = run(cli, "docker", "--set", "memory=100m", "--", "hungry.py")
     assert done.returncode == 1
-    assert "root cause: rank 1 on trainer-1 ran out of memory" in done.stderr
+    assert "root cause: rank 1 on trainer-1 was killed by the kernel's OOM killer" in done.stderr
     assert cli.report()["root_cause"]["cause"] == "out of memory"
 
 

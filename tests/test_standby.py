@@ -108,7 +108,7 @@ def test_a_job_without_a_minimum_must_not_continue_with_fewer_nodes(job):
 
     engine.alive = look
     outcome = job.run(engine, SPEC)
-    assert outcome == JobResult(Outcome.FAILED, "the job cannot continue: 2 of 3 nodes are alive")
+    assert outcome == JobResult(Outcome.FAILED, "the job cannot continue: 2 of 3 nodes are running")
 
 
 def test_a_job_with_a_minimum_must_continue_if_its_standby_node_is_lost_at_the_last_moment(job):
@@ -124,4 +124,4 @@ def test_a_job_with_a_minimum_must_continue_if_its_standby_node_is_lost_at_the_l
     assert job.run(engine, spec).outcome == "succeeded"
     assert nodes(engine)[1] == ["master", "trainer-2"]
     (missing,) = job.noted("nodes_missing")
-    assert missing["error"] == "2 of 3 nodes are alive"
+    assert missing["error"] == "2 of 3 nodes are running"

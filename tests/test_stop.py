@@ -45,14 +45,14 @@ def test_stop_must_remove_what_an_ended_job_has_left(do, paths, engine):
     do("attach", "a-1")
     engine.things, engine.calls = ["container one"], []
     code, out, err = do("stop", "a-1")
-    assert (code, out, err[-1]) == (0, [], "a-1 is stopped")
+    assert (code, out, err[-1]) == (0, [], "a-1 stopped")
     assert engine.things == [] and engine.calls
     assert not_none(store.ended(paths))["outcome"] == "succeeded"  # its outcome is unchanged
 
 
 def test_stop_must_write_the_report_of_a_job_whose_supervisor_has_died(do, paths, engine):
     code, _, err = do("stop", "a-1")
-    assert (code, err[0], err[-1]) == (0, "a-1 has no supervisor: removing its nodes", "a-1 is stopped")
+    assert (code, err[0], err[-1]) == (0, "a-1 has no supervisor: removing its nodes", "a-1 stopped")
     assert (not_none(store.ended(paths))["outcome"], not_none(store.ended(paths))["reason"]) == ("stopped", BY_USER)
     assert "up" not in engine.calls and "start" not in engine.calls
 
@@ -88,7 +88,7 @@ def test_stop_must_ask_each_supervisor_that_takes_the_job_over_once(do, paths, e
 def test_stop_must_wait_for_a_supervisor_that_is_cleaning_up(do, paths, engine):
     end(paths)
     with supervised(paths.root) as other:
-        assert do("stop", "a-1")[2][-1] == "a-1 is stopped"
+        assert do("stop", "a-1")[2][-1] == "a-1 stopped"
         assert other.wait(timeout=60) == -signal.SIGTERM
 
 
@@ -120,7 +120,10 @@ def test_stop_must_report_what_it_cannot_remove(do, paths, engine, monkeypatch):
     monkeypatch.setattr(engine, "remove", lambda *_: None)
     code, _, err = do("stop", "a-1")
     assert code == 1
-    assert err[-2:] == ["error: a-1 still has container one, network two", "hint: python -m orchestrate stop a-1"]
+    assert err[-2:] == [
+        "error: could not remove container one, network two of a-1",
+        "hint: python -m orchestrate stop a-1",
+    ]
 
 
 def test_stop_must_keep_nodes_whose_files_cannot_be_copied(do, paths, engine, monkeypatch):
@@ -130,7 +133,7 @@ def test_stop_must_keep_nodes_whose_files_cannot_be_copied(do, paths, engine, mo
     engine.things = ["container one"]
     monkeypatch.setattr(engine, "remove", full)
     code, _, err = do("stop", "a-1")
-    assert (code, err[-2]) == (1, "error: a-1 still has nodes: no space left")
+    assert (code, err[-2]) == (1, "error: could not remove all nodes of a-1: no space left")
     assert err[-1].endswith("python -m orchestrate rm a-1")
 
 
@@ -173,7 +176,7 @@ def test_rm_with_dry_run_must_only_show_what_it_would_remove(do, paths, engine):
     engine.things = ["container one"]
     assert do("rm", "a-1", "--dry-run") == (0, ["container one", f"folder {paths.root}"], [])
     assert paths.root.exists() and engine.calls == []
-    assert do("rm", "a-1") == (0, [], ["a-1 is removed"])
+    assert do("rm", "a-1") == (0, [], ["a-1 removed"])
     assert engine.calls == ["remove a-1"] and not paths.root.exists()
 
 
@@ -199,7 +202,7 @@ def test_down_must_take_down_only_the_named_cluster(do, engine, tmp_path):
     engine.things = ["container one"]
     assert do("down", "c", "--dry-run") == (0, ["container one", f"folder {one.root}"], [])
     assert engine.calls == [] and one.root.exists()
-    assert do("down", "c") == (0, [], ["c-1 is down"])
+    assert do("down", "c") == (0, [], ["c-1 removed"])
     assert (engine.calls, engine.graces) == (["remove c-1"], [30])
     assert not one.root.exists() and other.root.exists()
 
@@ -236,12 +239,12 @@ def test_a_cluster_that_a_job_uses_must_stay_up(do, engine, tmp_path):
 
 def test_an_unknown_cluster_must_be_reported_with_the_existing_ones(do, engine, tmp_path):
     create(JobPaths(tmp_path / "a-1"))
-    assert do("down", "a-1")[2] == ["error: no cluster a-1", f"hint: no clusters in {tmp_path}"]
+    assert do("down", "a-1")[2] == ["error: no such cluster: a-1", f"hint: no clusters in {tmp_path}"]
     for name in ("c-1", "c-2", "d-1"):
         cluster(tmp_path, name)
     assert do("down", "a-1")[2][1] == f"hint: clusters in {tmp_path}: c-1, c-2, d-1"
     assert do("down", "c") == (
         2,
         [],
-        ["error: c is the prefix of 2 clusters", f"hint: clusters in {tmp_path}: c-1, c-2"],
+        ["error: c matches 2 clusters", f"hint: clusters in {tmp_path}: c-1, c-2"],
     )

@@ -224,7 +224,7 @@ def test_leftovers_of_a_dead_orchestrator_must_be_listed_and_removed(cli, swarm)
     job.process.kill()
     job.process.communicate()
     name = cli.run_dir().name
-    assert cli.ps() == [[name, "swarm", "12", "without supervisor", f"runs/{name}"]]
+    assert cli.ps() == [[name, "swarm", "12", "no supervisor", f"runs/{name}"]]
     shown = cli("stop", name, "--dry-run").stdout.split("\n")[:-1]
     things = ["service {}-master", "service {}-trainer", "container {}-relay", "secret {}-node", "network {}_job"]
     assert sorted(shown) == sorted(thing.format(name) for thing in things)
@@ -283,7 +283,7 @@ def test_doctor_must_report_three_healthy_hosts(cli, swarm):
     done = cli("doctor")
     assert done.returncode == 0, done.stdout
     assert done.stdout.count("2 GPUs offered") == 3 and "error" not in done.stdout
-    assert done.stdout.count("a node on it answers over an overlay network") == 3
+    assert done.stdout.count("a test node on it responds over an overlay network") == 3
 
 
 @pytest.mark.slow
@@ -386,7 +386,7 @@ def test_files_that_do_not_fit_on_the_disk_must_stay_on_the_nodes_until_they_do(
     )
     done = cli("run", "--engine", "swarm", "--gpus", "none", "--trainers", "1", "--", "large.py")
     assert done.returncode == 0
-    assert "warning: nodes were left behind: 1 file could not be copied, such as 'large': " in done.stderr
+    assert "warning: not all nodes were removed: 1 file could not be copied, such as 'large': " in done.stderr
     name = cli.run_dir().name
     done = cli("stop", name)
     assert (done.returncode, "1 file could not be copied" in done.stderr) == (1, True)

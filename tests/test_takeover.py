@@ -194,7 +194,7 @@ def test_attach_must_follow_a_supervised_job_and_take_over_if_the_supervisor_die
     job.until_step(10, rank=1)
     second = cli.start("attach", cli.run_dir().name)
     message = second.stderr.readline()
-    assert message.startswith(f"process {job.process.pid} supervises {cli.run_dir().name}; following it")
+    assert message.startswith(f"following {cli.run_dir().name}, supervised by process {job.process.pid} ")
     assert not job.events("taken_over")
     kill_orchestrator(job)
     job.until("taken_over")

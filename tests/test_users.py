@@ -60,7 +60,7 @@ def test_the_user_of_nodes_started_by_root_must_have_no_account(monkeypatch):
     monkeypatch.setattr(grp, "getgrgid", taken(groups_taken, group))
     assert users.without_account() == (61003, 61003)
     users_taken.update(range(61000, 61184))
-    with pytest.raises(UsageError, match="all user ids from 61000 to 61183 have an account") as error:
+    with pytest.raises(UsageError, match="all user IDs from 61000 to 61183 are taken") as error:
         users.without_account()
     assert "user=UID:GID" in error.value.hint
 

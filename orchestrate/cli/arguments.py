@@ -34,14 +34,14 @@ RUNS = Path("runs")
 RUN_COMMANDS = {
     "run": "run a job until it ends",
     "plan": "print the rank assignment without creating anything",
-    "up": "start nodes that later jobs use",
+    "up": "start a cluster: nodes that stay up for later jobs",
 }
 JOB_COMMANDS = {
-    "logs": "print the output of the workers",
-    "attach": "follow a job until it ends; take over if its supervisor is gone",
+    "logs": "print the output of a job's workers",
+    "attach": "follow a job until it ends; take over if it has no supervisor",
     "wait": "wait until a job ends, and exit with its exit code",
     "stop": "stop a job and remove its nodes",
-    "rm": "remove the files and all other leftovers of a job that has ended",
+    "rm": "remove a job that has ended, with its files and any leftover nodes",
 }
 LATEST_BY_DEFAULT = ("logs", "attach", "wait")  # commands whose JOB is optional
 LATEST = "latest"
@@ -51,9 +51,9 @@ COMMAND = "[[--] SCRIPT.py ARGS | -m MODULE ARGS | PROGRAM ARGS]"
 EXITS = """\
 exit codes:
   0    succeeded                   4    something is missing: image, GPUs, Compose
-  1    a worker failed             5    lost: the engine no longer answers
+  1    a worker failed             5    lost: the engine stopped responding
   2    bad usage or job file       124  the time limit --max-run was reached
-  3    no engine, or it refused    130  stopped by a user
+  3    no engine, or it failed     130  stopped by the user
 """
 
 
@@ -194,12 +194,13 @@ def _add_run_commands(subparsers: Subparsers) -> None:
         "doctor",
         help="report problems that keep jobs from running",
         description="Report problems that keep jobs from running on this engine or on the hosts of its Swarm.",
+        usage=f"%(prog)s [JOB.yaml] [options] {COMMAND}",
     )
     _add_job(command)
     subparsers.add_parser(
         "schema",
         help="print the JSON Schema of job files, for editors",
-        description="Print the JSON Schema of job files. Editors use it to complete and check files that start with "
+        description="Print the JSON Schema of job files. Editors use it to complete and validate files that start with "
         "`# yaml-language-server: $schema=PATH`.",
     )
 
@@ -214,16 +215,17 @@ def _add_export(subparsers: Subparsers, prog: str) -> None:
     targets = command.add_subparsers(
         dest="target", metavar="|".join(EXPORTS), required=True, prog=prog, parser_class=Parser
     )
-    for target, forms in EXPORTS.items():
+    for (target, forms), name in zip(EXPORTS.items(), ("Kubernetes", "Slurm", "Docker Compose")):
         command = targets.add_parser(
             target,
             help=f"--form {'|'.join(forms)}" if forms else "a Compose file",
+            description=f"Print the job as a file for {name}.",
             usage=f"%(prog)s [JOB.yaml] [options] {COMMAND}",
         )
         command.add_argument(
             "--form",
             metavar="FORM",
-            help=f"{', '.join(forms)} (default: {forms[0]})" if forms else argparse.SUPPRESS,
+            help=f"kind of output: {', '.join(forms)} (default: {forms[0]})" if forms else argparse.SUPPRESS,
         )
         _add_job(command)
 
@@ -231,13 +233,17 @@ def _add_export(subparsers: Subparsers, prog: str) -> None:
 def _add_job_commands(subparsers: Subparsers) -> None:
     command = subparsers.add_parser(
         "down",
-        help="remove the nodes that up started",
+        help="remove a cluster that was started by up",
         description="Remove a cluster's nodes and files, but not the files of its jobs.",
     )
     command.add_argument("cluster", type=_name, metavar="CLUSTER", help="name or unique prefix")
     command.add_argument("--dry-run", action="store_true", help="print what would be removed, and exit")
     _add_runs(command)
-    _add_runs(subparsers.add_parser("ps", help="list jobs and clusters", description="List jobs and clusters."))
+    _add_runs(
+        subparsers.add_parser(
+            "ps", help="list running jobs and clusters", description="List running jobs and clusters."
+        )
+    )
     for name, summary in JOB_COMMANDS.items():
         command = subparsers.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
         optional: dict[str, Any] = {"nargs": "?", "default": LATEST} if name in LATEST_BY_DEFAULT else {}
@@ -248,7 +254,7 @@ def _add_job_commands(subparsers: Subparsers) -> None:
             _add_stdout_options(command)
         if name == "logs":
             command.add_argument(
-                "--rank", type=int, metavar="N", help="print only the output of this rank, without prefix"
+                "--rank", type=int, metavar="N", help="print only the output of this rank, without prefixes"
             )
             command.add_argument("-f", "--follow", action="store_true", help="follow the output until the job ends")
         if name in ("stop", "rm"):
@@ -257,7 +263,9 @@ def _add_job_commands(subparsers: Subparsers) -> None:
 
 def _add_job(command: argparse.ArgumentParser) -> None:
     command.add_argument("file", nargs="?", type=Path, metavar="JOB.yaml", help="job file; options override it")
-    command.add_argument("--nodes", metavar="N", help="nodes including the master; --nodes 4 equals --trainers 3")
+    command.add_argument(
+        "--nodes", metavar="N", help="number of nodes including the master; --nodes 4 is equivalent to --trainers 3"
+    )
     command.add_argument("--nnodes", dest="nodes", help=argparse.SUPPRESS)
     for name, value in FLAGS.items():
         flag = f"--{name.replace('_', '-')}"
@@ -270,9 +278,11 @@ def _add_job(command: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME[=VALUE]",
-        help="environment variable for every worker; without =VALUE, taken from this shell",
+        help="set an environment variable for every worker; without =VALUE, use its value in this shell",
     )
-    command.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="set any key of the job file")
+    command.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="set a key of the job file, such as shm_size=4g"
+    )
 
 
 def _add_stdout_options(command: argparse.ArgumentParser) -> None:
@@ -324,5 +334,5 @@ def _variable(text: str) -> tuple[str, str]:
     """Return the job file key and value for `NAME=VALUE`, or for `NAME` with its value in this shell."""
     name, equals, value = text.partition("=")
     if not equals and name not in os.environ:
-        raise UsageError(f"--env {shown(name)} is not set in this shell", "use --env NAME=VALUE")
+        raise UsageError(f"environment variable {shown(name)} is not set in this shell", "use --env NAME=VALUE")
     return f"env.{name}", value if equals else os.environ[name]

@@ -67,7 +67,7 @@ class Cluster:
             reasons.append(f"it is in use by {user_job}")
         elif left := [paths for paths in self.jobs() if not store.ended(paths)]:  # its workers may still run
             name = left[0].root.name
-            reasons.append(f"{name} has not ended on it and has no supervisor: attach to it or stop it")
+            reasons.append(f"it is in use by {name}, which has no supervisor: attach to it or stop it")
         return reasons
 
     def user(self) -> str:
@@ -146,4 +146,4 @@ def take_down(engine: Engine, cluster: Cluster, grace: float) -> None:
             lost = lost or f"the files of {paths.root.name} are lost: {error.strerror}"
     store.remove(cluster.paths)
     if lost:
-        raise OrchestrateError(f"{cluster.name} is down, but {lost}", "python -m orchestrate ps")
+        raise OrchestrateError(f"{cluster.name} was removed, but {lost}", "python -m orchestrate ps")

@@ -123,7 +123,7 @@ def ps(args: argparse.Namespace) -> int:
     for engine in choice.available_engines():
         for state in engine.jobs():
             busy = lock.holder(state.paths)
-            status = ("in use" if busy else "idle") if state.cluster else "running" if busy else "without supervisor"
+            status = ("in use" if busy else "idle") if state.cluster else "running" if busy else "no supervisor"
             rows.append((state.job_id, state.engine, str(state.nodes), status, str(state.paths.root)))
             for paths in store.on_cluster(state.paths.root.parent, state.job_id) if state.cluster and busy else ():
                 if lock.holder(paths):
@@ -143,7 +143,7 @@ def down(args: argparse.Namespace) -> int:
         older.refuse(args.cluster, args.runs, choice.available_engines())
     if len(matches) != 1:
         known = ", ".join(each.name for each in matches or cluster.found(args.runs))
-        what = f"{args.cluster} is the prefix of {len(matches)} clusters" if matches else f"no cluster {args.cluster}"
+        what = f"{args.cluster} matches {len(matches)} clusters" if matches else f"no such cluster: {args.cluster}"
         raise UsageError(what, f"clusters in {args.shown}: {known}" if known else f"no clusters in {args.shown}")
     chosen = matches[0]
     name, engine = chosen.name, _engine_of(chosen.spec, chosen.plan)
@@ -156,7 +156,7 @@ def down(args: argparse.Namespace) -> int:
         job = chosen.busy_with()
         raise UsageError(f"{name} is in use by {user}", f"python -m orchestrate {f'stop {job}' if job else 'ps'}")
     cluster.take_down(engine, chosen, grace=30)
-    print_message(f"{name} is down")
+    print_message(f"{name} removed")
     return errors.SUCCEEDED
 
 
@@ -173,7 +173,7 @@ def _watching(name: str) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        print_message(f"{name} continues")
+        print_message(f"detached; {name} is still running")
         raise SystemExit(errors.INTERRUPTED) from None
 
 
@@ -209,7 +209,7 @@ def attach(args: argparse.Namespace) -> int:
     while not (data := store.ended(paths)):
         if supervisor := lock.holder(paths):
             if not following:
-                print_message(f"{supervisor} supervises {paths.root.name}; following it (Ctrl-C detaches)")
+                print_message(f"following {paths.root.name}, supervised by {supervisor} (Ctrl-C detaches)")
             following = True
             with _watching(paths.root.name):
                 for line in follower.lines():
@@ -275,8 +275,8 @@ def stop(args: argparse.Namespace) -> int:
         _stop_unsupervised(paths, resources)
     left = [resource for _, resource in _resources(engines, name)]
     if left:
-        raise OrchestrateError(f"{name} still has {', '.join(left)}", f"python -m orchestrate stop {name}")
-    print_message(f"{name} is stopped")
+        raise OrchestrateError(f"could not remove {', '.join(left)} of {name}", f"python -m orchestrate stop {name}")
+    print_message(f"{name} stopped")
     return errors.SUCCEEDED
 
 
@@ -328,8 +328,10 @@ def _stop_unsupervised(paths: JobPaths, resources: list[tuple[Engine, str]]) -> 
         return _remove(paths, resources)
     if why := data["left_behind"]:
         name = paths.root.name
-        hint = f"fix that and stop it again, or remove it with all its files: python -m orchestrate rm {name}"
-        raise OrchestrateError(f"{name} still has nodes: {why}", hint)
+        hint = (
+            f"fix the problem and run stop again, or remove the job and all its files: python -m orchestrate rm {name}"
+        )
+        raise OrchestrateError(f"could not remove all nodes of {name}: {why}", hint)
 
 
 def _remove(paths: JobPaths, resources: list[tuple[Engine, str]]) -> None:
@@ -355,7 +357,7 @@ def rm(args: argparse.Namespace) -> int:
     if ours:
         _remove(paths, resources)
     store.remove(paths)
-    print_message(f"{name} is removed")
+    print_message(f"{name} removed")
     return errors.SUCCEEDED
 
 

@@ -41,13 +41,15 @@ def find(args: argparse.Namespace, engines: list[Engine]) -> Path:
     found = found or [name for name in matches if name == args.job]  # created on another machine or by another account
     folder = runs[found[0]] if found else args.runs / args.job
     if why := owners.foreign(folder):
-        raise UsageError(f"{folder} is not a run directory of yours: {why}", "python -m orchestrate ps lists your jobs")
+        raise UsageError(
+            f"{folder} is not one of your run directories: {why}", "python -m orchestrate ps lists your running jobs"
+        )
     if folder.parent != args.runs:
         owners.check(folder.parent)
     if not found:
         older.refuse(args.job, args.runs, engines)
     if len(found) != 1:
-        what = f"{args.job} is the prefix of {len(found)} jobs" if found else f"no job {args.job}"
+        what = f"{args.job} matches {len(found)} jobs" if found else f"no such job: {args.job}"
         known = _newest([JobPaths(runs[name]) for name in found or here])
         more = f" and {len(known) - MAX_SHOWN} more" if len(known) > MAX_SHOWN else ""
         names = ", ".join(paths.root.name for paths in known[:MAX_SHOWN]) + more

@@ -96,7 +96,7 @@ def _resolve_runs(args: argparse.Namespace) -> None:
     Raises UsageError for a folder that cannot be used: for example, a link that may have come with a project.
     """
     if args.command in RUN_COMMANDS and args.runs is None and RUNS.is_symlink():
-        raise UsageError(f"{RUNS} is a symbolic link", "use --runs DIR to use its target")
+        raise UsageError(f"{RUNS} is a symbolic link", "pass the folder that it points to: --runs DIR")
     args.shown, name = args.runs or RUNS, vars(args).get("job", "")
     if "/" in name:
         args.shown, args.job = Path(name).parent, Path(name).name
@@ -140,7 +140,7 @@ def _export(args: argparse.Namespace, script: list[str] | None) -> int:
     forms = EXPORTS[args.target] or ("",)
     form = args.form or forms[0]
     if form not in forms:
-        hint = f"{args.target} has {', '.join(forms)}" if forms[0] else "compose takes no --form"
+        hint = f"choose from {', '.join(forms)}" if forms[0] else "compose has no forms: remove --form"
         raise UsageError(f"unknown form {shown(form)}", hint)
     spec = _spec(args, script)
     name = store.slug(spec)
@@ -186,13 +186,13 @@ def _up(spec: JobSpec, runs: Path) -> int:
         phase(f"importing {packages} in {pluralize(nodes, 'node')}")
         try:
             if not session.wait_until_warm(created.plan.nodes, IMPORT_TIMEOUT):
-                print_message(f"the nodes are still importing {packages}; the first job will wait for them")
+                print_message(f"the nodes are still importing {packages}; the first job waits for them")
         except BaseException:  # Ctrl-C
             cluster.take_down(engine, created, 0)
             raise
         phase("")
     verb = "is" if nodes == 1 else "are"
-    print_message(f"{pluralize(nodes, 'node')} {verb} up, for jobs from {created.plan.placement.code}")
+    print_message(f"{pluralize(nodes, 'node')} {verb} up for jobs started in {created.plan.placement.code}")
     for other in cluster.found(runs):
         if other.name != created.name and other.plan.placement.code == created.plan.placement.code:
             print_message(f"note: {other.name} is also up")
@@ -210,7 +210,7 @@ def _placement(
         reasons = candidate.differences(spec, plan(spec, inventory, placement, job_id, 0))
         if not reasons:
             return placement
-        print_message(f"{candidate.name} does not fit: {'; '.join(reasons)}")
+        print_message(f"not using {candidate.name}: {'; '.join(reasons)}")
     for other in cluster.elsewhere(engine, runs):
         if other.plan.placement.code == own.code:
             print_message(f"not using {other.name}: its jobs are in another folder (--runs {other.paths.root.parent})")
@@ -234,5 +234,5 @@ def _detach(paths: JobPaths, runs: Path) -> None:
     while not lock.holder(paths) and not store.ended(paths) and child.poll() is None:
         time.sleep(0.02)
     child.returncode = child.returncode or 0  # avoids a ResourceWarning: it outlives this process
-    print_message(f"hint: python -m orchestrate attach {run.name}; the supervisor logs to {run / 'supervisor.log'}")
+    print_message(f"hint: python -m orchestrate attach {run.name} follows it; supervisor log: {run / 'supervisor.log'}")
     out(run)

@@ -119,7 +119,7 @@ def _host(host: ApiObject) -> Iterator[Finding]:
         try:
             socket.create_connection((address, port), CONNECT_TIMEOUT).close()
         except OSError:
-            yield Finding(BAD, f"{name}: {address} does not answer on {port}/tcp", "open the port between the hosts")
+            yield Finding(BAD, f"{name}: {address} does not respond on {port}/tcp", "open the port between the hosts")
 
 
 def _probe(engine: SwarmEngine, spec: JobSpec, hosts: set[str]) -> Iterator[Finding]:
@@ -145,7 +145,7 @@ def _probe(engine: SwarmEngine, spec: JobSpec, hosts: set[str]) -> Iterator[Find
                     yield from _ask(session, name, host, data)
                 for host in sorted(hosts - {*placed.values()}):
                     yield Finding(
-                        WARNING, f"{host}: Swarm placed no node on it, so it was not checked", "run doctor again"
+                        WARNING, f"{host}: Swarm placed no test node on it, so it was not checked", "run doctor again"
                     )
             finally:
                 session.down(1)
@@ -155,7 +155,9 @@ def _probe(engine: SwarmEngine, spec: JobSpec, hosts: set[str]) -> Iterator[Find
 
 def _ask(session: SwarmSession, node: str, host: str, data: BinaryIO) -> Iterator[Finding]:
     if not (link := session.reach(node)):
-        yield Finding(BAD, f"{host}: a node on it does not answer", "open 4789/udp and 7946/udp between the hosts")
+        yield Finding(
+            BAD, f"{host}: a test node on it does not respond", "open 4789/udp and 7946/udp between the hosts"
+        )
         return
     try:
         before = time.time()
@@ -163,7 +165,7 @@ def _ask(session: SwarmSession, node: str, host: str, data: BinaryIO) -> Iterato
         if abs(skew) > MAX_CLOCK_SKEW:
             yield Finding(WARNING, f"{host}: its clock differs by {skew:+.1f} s", "set up NTP (chrony, timesyncd)")
         send_archive(link, "/var/tmp/doctor", data, digest(data))
-        yield Finding(GOOD, f"{host}: has the image, and a node on it answers over an overlay network")
+        yield Finding(GOOD, f"{host}: has the image, and a test node on it responds over an overlay network")
     except (OSError, EngineError):
         hint = "packets of the overlay network exceed the MTU between the hosts: see docs/swarm.md, Network"
         yield Finding(BAD, f"{host}: small packets arrive, large ones do not", hint)

@@ -48,5 +48,5 @@ def gpus(found: Sequence[Gpu]) -> Iterator[Finding]:
         memory = f", {format_bytes(gpu.total)}" if gpu.total else ""
         yield Finding(GOOD, f"{gpu}: {gpu.name}{memory}{gpu.driver and f', driver {gpu.driver}'}")
     if any(not gpu.persistent and not gpu.display for gpu in found):
-        what = "persistence mode is off: each job waits seconds for the driver to load"
+        what = "persistence mode is off: each job waits several seconds for the driver to load"
         yield Finding(WARNING, what, "sudo nvidia-smi -pm 1, or enable the service nvidia-persistenced")

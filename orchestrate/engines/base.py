@@ -85,7 +85,7 @@ class Observed:
 class Session(Protocol):
     """The nodes of one job, or of its cluster, and the job's workers on them.
 
-    All methods may raise EngineError, and EngineLost if the engine does not answer at all.
+    All methods may raise EngineError, and EngineLost if the engine does not respond at all.
     """
 
     def up(self, plan: Plan, stopped: Callable[[], bool] = never) -> None:
@@ -138,7 +138,7 @@ class Session(Protocol):
 class Engine(Protocol):
     """A place where jobs can run.
 
-    All methods may raise EngineError, and EngineLost if the engine does not answer at all.
+    All methods may raise EngineError, and EngineLost if the engine does not respond at all.
     """
 
     name: str  # as in a job file

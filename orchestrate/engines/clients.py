@@ -313,7 +313,7 @@ def key_of(run: Path) -> bytes:
     try:
         key = bytes.fromhex(records.need(run.parent).key)
     except UsageError as error:
-        raise EngineError(f"no key for the nodes: {error}", error.hint) from None
+        raise EngineError(f"cannot connect to the nodes: {error}", error.hint) from None
     if not key:
-        raise EngineError(f"no key for the nodes: {run.parent.name} has ended", "start it again")
+        raise EngineError(f"cannot connect to the nodes: {run.parent.name} has ended", "start the job or cluster again")
     return key

@@ -27,7 +27,7 @@ class NodeConnection:
         sock.settimeout(ANSWER_TIMEOUT)
 
     def greet(self, patience: float) -> bool:
-        """Exchange nonces and prove the key; return False if the node does not answer within `patience` seconds."""
+        """Exchange nonces and prove the key; return False if the node does not respond within `patience` seconds."""
         deadline = time.monotonic() + patience
         try:
             self.signer.meet(self._handshake_line(deadline))
@@ -103,4 +103,4 @@ class NodeConnection:
                     raise EngineError(f"node error: {protocol.reason(report.error)}")
                 if isinstance(report, answer):
                     return report
-        raise ConnectionError("no answer from the node in time, or connection closed")
+        raise ConnectionError("the node did not respond in time, or closed the connection")

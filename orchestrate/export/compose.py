@@ -69,7 +69,7 @@ def compose(spec: JobSpec, name: str) -> str:
 def _head(spec: JobSpec, job: Shape, run: str, user: tuple[int, int] | None) -> list[str]:
     owner = "-o {} -g {} ".format(*user) if user else ""
     lines = [
-        f"{job.name}: run it with docker compose --file THIS up.",
+        f"{job.name}: run it with docker compose --file FILE up.",
         "First create the folder for its files, inside one that other users cannot enter:",
         f"  mkdir -p {quoted(os.path.dirname(run))} && mkdir -m 700 {quoted(run)} && "
         f"install -d {owner}{quoted(f'{run}/{JOB}')}",

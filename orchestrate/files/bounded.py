@@ -1,4 +1,4 @@
-"""Calls of functions with untrusted input, in a separate process with limited processor time.
+"""Calls of functions with untrusted input, in a separate process with limited CPU time.
 
 Python's parser and `re` can take years, and the parser cannot be interrupted. The kernel ends the process at its limit,
 even if its parent is gone.
@@ -30,7 +30,7 @@ sys.stdout.write(json.dumps(answer))
 
 
 def call(function: Callable[..., Any], *arguments: Any, seconds: int) -> Any:
-    """Return the result of a module's function; None if it raises, or uses more than `seconds` of processor time.
+    """Return the result of a module's function; None if it raises, or uses more than `seconds` of CPU time.
 
     Arguments and result are JSON data. Each call imports the module, so it should import little.
     """

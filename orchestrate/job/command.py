@@ -37,7 +37,7 @@ IGNORED_FLAGS = [
     "--signals-to-handle",
 ]
 SHORT_FLAGS = {"--redirects": "-r", "--tee": "-t"}
-HINT = "use the options of `run` instead: run [options] -- SCRIPT ARGS"
+HINT = "use the options of run instead: run [options] -- SCRIPT ARGS"
 
 
 def read(words: tuple[str, ...]) -> tuple[tuple[str, ...], dict[str, Any]]:

@@ -13,7 +13,7 @@ PCI = Path("/sys/bus/pci/devices")
 
 
 def cores(system: Path = SYSTEM) -> tuple[int, ...]:
-    """Logical cores that this process may use, ordered so that neighbours share caches and memory.
+    """Logical cores that this process may use, ordered so that neighbors share caches and memory.
 
     Linux numbers the second thread of each core after all first ones; here it follows the first, and the cores of a
     NUMA node are adjacent. On other systems, cores are in numeric order.
@@ -23,7 +23,7 @@ def cores(system: Path = SYSTEM) -> tuple[int, ...]:
 
 
 def shares(cores: tuple[int, ...], workers: int) -> list[tuple[int, ...]]:
-    """Divide cores into equal shares of neighbours, one per worker; the remainder stays unused."""
+    """Divide cores into equal shares of neighbors, one per worker; the remainder stays unused."""
     size = len(cores) // workers
     return [cores[worker * size : (worker + 1) * size] for worker in range(workers)]
 

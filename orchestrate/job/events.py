@@ -183,14 +183,14 @@ class RestartDecided(Event):
 
 @dataclass(frozen=True)
 class EngineLost(Event):
-    """The engine does not answer."""
+    """The engine does not respond."""
 
     error: str
 
 
 @dataclass(frozen=True)
 class EngineBack(Event):
-    """The engine answers again."""
+    """The engine responds again."""
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import signal
 import time
 
 REGEX_ERRORS = (re.error, RecursionError, OverflowError, MemoryError)
-MIN_CPU_SECONDS = 0.1  # seconds of processor time that must be left to start a search
+MIN_CPU_SECONDS = 0.1  # seconds of CPU time that must be left to start a search
 
 
 def flaw(patterns: list[str]) -> str:
@@ -21,7 +21,7 @@ def flaw(patterns: list[str]) -> str:
 
 
 def found(patterns: list[str], text: str, seconds: float) -> tuple[list[bool | None], float]:
-    """Return whether each pattern is found in a text (None if the search takes too long), and the processor time used.
+    """Return whether each pattern is found in a text (None if the search takes too long), and the CPU time used.
 
     All searches together may take `seconds`, and each at most half of the time left, so that one cannot starve the
     others. When less than MIN_CPU_SECONDS is left, the remaining patterns have no result.

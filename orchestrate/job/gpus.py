@@ -49,7 +49,7 @@ class Gpu:
         return self.used > BUSY * self.total + DESKTOP_MEMORY * self.display
 
     def __str__(self) -> str:
-        share = f", {100 * self.used / self.total:.0f} % of its memory in use" if self.total and self.busy else ""
+        share = f", {100 * self.used / self.total:.0f}% of its memory in use" if self.total and self.busy else ""
         return f"{self.id}{share}"
 
 
@@ -81,7 +81,7 @@ def look() -> tuple[Gpu, ...]:
 def read(listing: str, details: str) -> tuple[Gpu, ...]:
     """Parse the output of `LIST` and `DETAILS`; MIG instances replace their GPU.
 
-    Both may come from a container and are untrusted; unexpected details are left out.
+    Both may come from a container and are untrusted; unexpected details are skipped.
     """
     elements, driver = _elements(details)
     found: dict[str, list[Gpu]] = {}  # by UUID: a GPU, followed by its instances
@@ -117,7 +117,7 @@ def _whole(uuid: str, number: int, name: str, element: ElementTree.Element, driv
 def offer(found: tuple[Gpu, ...], asked: str | int, environ: Mapping[str, str] = os.environ) -> Offer:
     """Select the GPUs of a job; `asked` is `auto`, `all` or a number.
 
-    The caller's CUDA_VISIBLE_DEVICES is respected. `auto` leaves out GPUs that other programs use; a number takes those
+    The caller's CUDA_VISIBLE_DEVICES is respected. `auto` skips GPUs that other programs use; a number takes those
     last.
     """
     visible = environ.get("CUDA_VISIBLE_DEVICES")
@@ -128,7 +128,7 @@ def offer(found: tuple[Gpu, ...], asked: str | int, environ: Mapping[str, str] =
     if asked == "auto":
         left = f"{_counted(busy)} in use by other programs" if busy else ""
         why = f"{left}; use --gpus all to include {'it' if len(busy) == 1 else 'them'}" if busy and not free else ""
-        return Offer(gpus=tuple(free), why=why, note=f"{left}, left out" if free and busy else "")
+        return Offer(gpus=tuple(free), why=why, note=f"{left}, skipped" if free and busy else "")
     gpus = tuple(free + busy)[:asked] if isinstance(asked, int) and asked <= len(seen) else seen
     return Offer(gpus=gpus, note="; ".join(str(gpu) for gpu in gpus if gpu.busy))
 
@@ -158,7 +158,7 @@ def _output(command: tuple[str, ...]) -> str:
     try:
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=NVIDIA_SMI_TIMEOUT)
     except subprocess.TimeoutExpired:
-        return f"NVIDIA-SMI has failed to answer within {NVIDIA_SMI_TIMEOUT:g} s"
+        return f"NVIDIA-SMI has failed to respond within {NVIDIA_SMI_TIMEOUT:g} s"
     except OSError:
         return ""
     return (done.stdout + done.stderr).decode(errors="replace")

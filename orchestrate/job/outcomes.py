@@ -7,7 +7,7 @@ from enum import Enum
 from typing import Any
 
 LOST_EXIT_CODE = 137  # exit code of a worker that was lost with its node: that of SIGKILL
-TERMINATED_EXIT_CODE = 143  # exit code after SIGTERM, and of a worker that was cancelled before it started
+TERMINATED_EXIT_CODE = 143  # exit code after SIGTERM, and of a worker that was canceled before it started
 
 # `action` as in the podFailurePolicy of Kubernetes: end the job, count the restart, or restart without counting.
 ACTIONS = ("fail", "count", "ignore")

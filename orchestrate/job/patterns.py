@@ -1,4 +1,4 @@
-"""Search for the regular expressions of a job's rules, with a limit on processor time.
+"""Search for the regular expressions of a job's rules, with a limit on CPU time.
 
 Python's `re` may backtrack for years, and some short patterns take long to compile.
 """
@@ -11,9 +11,9 @@ from collections.abc import Callable, Collection
 from orchestrate.files import bounded
 from orchestrate.job import expressions
 
-# Seconds of processor time for all searches of one decision, or to compile the patterns of a job file.
+# Seconds of CPU time for all searches of one decision, or to compile the patterns of a job file.
 MAX_CPU_SECONDS = 2
-LIMIT = f"the limit for all rules together is {MAX_CPU_SECONDS} s of processor time"
+LIMIT = f"the limit for all rules together is {MAX_CPU_SECONDS} s of CPU time"
 
 
 class Patterns:

@@ -28,7 +28,7 @@ class Inventory:
 
     engine: str  # docker, process or swarm
     about: str  # the engine and its version, for display
-    cores: tuple[int, ...]  # numbers of the logical cores that may be used; neighbours share caches
+    cores: tuple[int, ...]  # numbers of the logical cores that may be used; neighbors share caches
     gpus: tuple[str, ...]  # ids of the GPUs that may be used
     no_gpus: str  # why `gpus` is empty, if it is
     gpu_note: str = ""  # about GPUs that other programs use
@@ -243,7 +243,7 @@ def _assigned_cores(
     if len(inventory.cores) < world_size:
         raise ResourceError(
             f"pin: {world_size} workers need {world_size} cores, but only {_number_is(len(inventory.cores))} available",
-            "use fewer workers, or leave out pin",
+            "use fewer workers, or remove pin",
         )
     close = dict(zip(inventory.gpus, inventory.gpu_cores))
     return shares_near(inventory.cores, [close.get(gpu, ()) for gpu in gpus[:world_size]] or [()] * world_size)

@@ -12,7 +12,7 @@ from orchestrate.job.spec import JobSpec
 
 TORCH = ("torch", "torch.distributed")
 DYNAMO = "torch._dynamo"  # imported by the constructors of DDP and of optimizers; takes 0.5 to 2 seconds
-MAX_CPU_SECONDS = 3  # seconds of processor time to read a script and its imports
+MAX_CPU_SECONDS = 3  # seconds of CPU time to read a script and its imports
 
 
 _started: dict[tuple[tuple[str, ...], Path], Future[Sequence[bool]]] = {}  # calls of `start`, by command and folder

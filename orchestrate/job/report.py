@@ -21,7 +21,7 @@ MIN_ROWS = 5  # rows of `rank_seconds` needed for statistics
 MAX_LIST = 4 << 20
 TROUBLES = {
     "paused": "is paused; the job waits (to resume: docker unpause)",
-    "silent": "does not answer; the job waits",
+    "silent": "does not respond; the job waits",
     "partition": "is cut off from the network",
 }
 MAX_RANKS = 8  # ranks listed in a line
@@ -96,7 +96,7 @@ def text(data: dict[str, Any]) -> str:
     if cut := data.get("truncated"):  # earlier versions did not write it
         lines += [f"warning: report.json does not list all {', '.join(cut)}: too many or too large"]
     if data["left_behind"]:
-        lines += [f"warning: nodes were left behind: {data['left_behind']}"]
+        lines += [f"warning: not all nodes were removed: {data['left_behind']}"]
         lines += [f"hint: python -m orchestrate stop {data['job_id']}"]
     return "\n".join(lines)
 

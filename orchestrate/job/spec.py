@@ -56,7 +56,7 @@ class JobSpec:
     """Specification of a job. Its fields are the keys of a job file; durations are in seconds."""
 
     name: str = _field(
-        "", values.NAME, "name of the job; its id is the name plus four random characters", "the script's"
+        "", values.NAME, "name of the job; its id is the name plus four random characters", "the script's name"
     )
     command: tuple[str, ...] = _field(
         APP,
@@ -73,13 +73,13 @@ class JobSpec:
     trainers: int = _field(
         3,
         values.integer(0, values.MAX_TRAINERS),
-        "number of nodes besides the master; `nodes: 4` is equivalent to `trainers: 3`",
+        "number of nodes besides the master; `nodes` includes it",
     )
     nproc_per_node: int | None = _field(
         None,
         values.optional(values.integer(1, values.MAX_WORKERS)),
         "number of workers per node",
-        "GPUs per node, or 1",
+        "one per GPU, or 1 without GPUs",
     )
     gpus: str | int = _field("auto", values.gpus, "GPUs to use: `auto` (all that are free), `all`, `none`, or a number")
     share_gpus: bool = _field(
@@ -96,7 +96,7 @@ class JobSpec:
         IMAGE,
         values.text(rf"{values.VISIBLE}+", "the name of an image"),
         "container image of the nodes, with Python 3.9 or later",
-        "the project's",
+        "the project's image",
     )
     user: str = _field(
         "auto",
@@ -112,7 +112,7 @@ class JobSpec:
         None,
         values.optional(values.limit),
         "memory limit of each node, such as `4g`, or `unlimited`; see [docs/tuning.md](docs/tuning.md#memory)",
-        "an equal share",
+        "an equal share of the machine's memory",
     )
     cpus: float | None = _field(
         None, values.optional(values.cpus), "CPU limit of each node, in cores, such as `1.5`", "no limit"
@@ -318,9 +318,7 @@ def layer(text: str, path: Path) -> dict[str, Any]:
         return {}
     if not isinstance(value, dict):
         kind = "a list" if isinstance(value, list) else "a single value"
-        raise UsageError(
-            f"{path} contains {kind}, not a mapping of keys to values", "write lines such as `trainers: 3`"
-        )
+        raise UsageError(f"{path} contains {kind}, not a mapping of keys to values", "write lines such as trainers: 3")
     for key, mark in places.items():
         try:
             _parsed([{key: value[key]}])

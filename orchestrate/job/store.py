@@ -62,7 +62,7 @@ def create(spec: JobSpec, plan: Plan, paths: JobPaths) -> None:
         if not isinstance(error, OSError):
             raise
         raise UsageError(
-            f"cannot write to {paths.root}: {error.strerror}", "use --runs to name another folder"
+            f"cannot write to {paths.root}: {error.strerror}", "use --runs to select another folder"
         ) from None
 
 
@@ -82,7 +82,7 @@ def move_from_cluster(paths: JobPaths) -> None:
     if not cluster:
         return
     if why := owners.foreign(paths.root):
-        raise OSError(errno.EPERM, f"{paths.root} is not a run directory of yours: {why}")
+        raise OSError(errno.EPERM, f"{paths.root} is not one of your run directories: {why}")
     if not records.find(paths.root):
         raise OSError(errno.EPERM, f"{paths.root} has no record: {records.FOREIGN}")
     paths.shared.unlink()

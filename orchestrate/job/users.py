@@ -27,7 +27,7 @@ def nodes_of(spec: JobSpec, environ: Mapping[str, str] = os.environ) -> tuple[in
     """
     if chosen := asked(spec):
         if os.geteuid() not in (0, chosen[0]):
-            raise UsageError(f"user is {spec.user}, but you are not root", "leave out user to run nodes as yourself")
+            raise UsageError(f"user is {spec.user}, but you are not root", "remove user to run nodes as yourself")
         return chosen
     if os.geteuid():
         return None
@@ -56,7 +56,7 @@ def without_account() -> tuple[int, int]:
         if not account(number) and not _group(number):
             return number, number
     raise UsageError(
-        f"all user ids from {FREE[0]} to {FREE[-1]} have an account",
+        f"all user IDs from {FREE[0]} to {FREE[-1]} are taken",
         "use --set user=UID:GID to select the user of nodes",
     )
 

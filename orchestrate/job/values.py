@@ -122,7 +122,7 @@ def gpus(value: Any) -> str | int:
     try:
         return int(integer(1, MAX_GPUS).parse(value))
     except ValueError:
-        raise ValueError("auto, all, none or a whole number from 1") from None
+        raise ValueError(f"auto, all, none or a whole number from 1 to {MAX_GPUS}") from None
 
 
 def duration(longest: str, most: float) -> Kind:

@@ -79,7 +79,7 @@ def masked(mask: bytes) -> bytes:
 
 ACCEPT = expression("immediate", number(1, 0), attribute(2, attribute(2, number(1, 1))))
 IS_ANSWER = expression("ct", number(1, REGISTER), number(2, 1)) + equals(b"\x01")  # on connections to the node
-IS_ICMP6 = expression("meta", number(1, REGISTER), number(2, 16)) + equals(bytes([ICMP6]))  # neighbour discovery
+IS_ICMP6 = expression("meta", number(1, REGISTER), number(2, 16)) + equals(bytes([ICMP6]))  # neighbor discovery
 IS_DNS = field(2, 2, 2) + equals(struct.pack(">H", DNS))
 
 

@@ -47,7 +47,7 @@ def _facts(value: Any) -> str:
 
 
 def _doing(value: Any) -> str:
-    """The process of a worker: process id, state as in proc(5), processor time."""
+    """The process of a worker: process id, state as in proc(5), CPU time."""
     if not isinstance(value, dict) or not {"pid", "state", "cpu"} <= value.keys():
         return " must be the state of a process"
     state = checks.any_text(value["state"]) or ("" if len(value["state"]) < 2 else " must be a state of proc(5)")
@@ -99,7 +99,7 @@ class GetStatus(NamedTuple):
 
 
 class Lease(NamedTuple):
-    """End the workers if this relay no longer answers; see lease.py."""
+    """End the workers if this relay stops responding; see lease.py."""
 
     relay: Annotated[tuple[str, int], checks.address]
 

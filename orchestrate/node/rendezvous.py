@@ -166,7 +166,7 @@ def follow(command: list[str], node: Node, timeout: float) -> int:
     try:
         connection = connect(socket.AF_INET, ("master", JOIN_PORT), timeout)
     except OSError as error:
-        print_message(f"error: no master to join: {error}")
+        print_message(f"error: cannot connect to the master: {error}")
         return 1
     trainer = Trainer(command, connection)
     trainer.channel.send(Hello(**node))
@@ -189,7 +189,7 @@ class Trainer:
         if message is None:
             self.loop.stop(end=True)
         elif message.get("say") == "refused":
-            print_message(f"error: the master refuses this trainer: {shown(str(message.get('error')))}")
+            print_message(f"error: the master refused this trainer: {shown(str(message.get('error')))}")
             self.codes.append(1)
             self.loop.stop(end=True)
         elif isinstance(asked := decode(message, TO_TRAINER), End):

@@ -98,19 +98,19 @@ class Zygote:
     def read(self) -> None:
         """Receive whether it is ready, or notice its end."""
         answer = self._receive()
-        self._settle(answer.get("ready") is True, str(answer.get("why", "it ended")))
+        self._settle(answer.get("ready") is True, str(answer.get("why", "the process that forks workers exited")))
 
     def fork(self, command: list[str], env: dict[str, str], cwd: str | None, output: int) -> Forked:
         """Fork a worker whose output goes to the descriptor.
 
-        Raises OSError: EMSGSIZE if the message is too long, another error if the zygote does not answer, even if it has
-        forked.
+        Raises OSError: EMSGSIZE if the message is too long, another error if the zygote does not respond, even if it
+        has forked.
         """
         message = json.dumps({"command": command, "env": env, "cwd": cwd or os.getcwd()})
         socket.send_fds(self.sock, [message.encode()], [output])
         pid = self._receive().get("pid")
         if type(pid) is not int or pid <= 1:  # a signal to -1 would reach every process
-            raise OSError(errno.ETIMEDOUT, "the process that forks workers does not answer")
+            raise OSError(errno.ETIMEDOUT, "the process that forks workers does not respond")
         return Forked(pid)
 
     def late(self) -> None:

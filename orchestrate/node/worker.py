@@ -133,7 +133,7 @@ class Worker:
         stdout.write(b"".join(tag + line + b"\n" for line in lines))
 
     def kill(self, number: int) -> None:
-        """Signal the worker; SIGKILL also goes to its process group. A worker that has not started is cancelled."""
+        """Signal the worker; SIGKILL also goes to its process group. A worker that has not started is canceled."""
         if self.process is None:
             self.cancelled = self.cancelled or 128 + number
             return

@@ -81,7 +81,7 @@ def settle() -> str:
     PRELOADED.update(sys.modules)
     gc.freeze()  # the collector would write to every object, and so copy its page
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
-        finalizer.atexit = False  # a worker does not finalise modules that were imported here; see `finish`
+        finalizer.atexit = False  # a worker does not finalize modules that were imported here; see `finish`
     if not (pid := os.fork()):
         os._exit(used_cuda())
     if os.waitpid(pid, 0)[1]:
@@ -93,7 +93,7 @@ def settle() -> str:
 def used_cuda() -> bool:
     """Whether CUDA was used before the fork, by torch or by any other library; runs in a forked child.
 
-    torch records calls such as cudaGetDeviceCount, after which a forked process cannot initialise CUDA; without a GPU
+    torch records calls such as cudaGetDeviceCount, after which a forked process cannot initialize CUDA; without a GPU
     that is harmless. For other libraries, check for the device for unified memory, which CUDA opens and NVML does not.
     """
     torch = sys.modules.get("torch")
@@ -257,9 +257,9 @@ def show(error: BaseException) -> object:
 
 
 def finish(code: int) -> NoReturn:
-    """Exit as Python does, but do not finalise modules that were imported before the fork: torch takes a second for it.
+    """Exit as Python does, but do not finalize modules that were imported before the fork: torch takes a second for it.
 
-    Waits for threads, calls exit handlers, finalises the objects of the script and of the modules that it has imported,
+    Waits for threads, calls exit handlers, finalizes the objects of the script and of the modules that it has imported,
     and flushes all files. No destructor of a C++ library runs. Exceptions in these steps are printed, and do not
     change the exit code; output that cannot be written does.
     """
@@ -283,8 +283,8 @@ def reset_signals() -> None:
 
 
 def drop_new_modules() -> None:
-    """Drop modules that were imported after the fork, so that their objects are finalised while globals still exist."""
-    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # the script's own ones are finalised as well
+    """Drop modules that were imported after the fork, so that their objects are finalized while globals still exist."""
+    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # the script's own ones are finalized as well
     for name in {*sys.modules} - PRELOADED | {"__main__"}:
         sys.modules.pop(name, None)
 
@@ -368,7 +368,7 @@ def main() -> None:
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     libc.prctl(PR_SET_DUMPABLE, 0)  # workers run as the same user, and must not write to the memory of the zygote
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # so that torch.cuda.is_available() does not initialise CUDA
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # so that torch.cuda.is_available() does not initialize CUDA
     gc.disable()
     if not (safe := getattr(sys.flags, "safe_path", False)):
         del sys.path[0]

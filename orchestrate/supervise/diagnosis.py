@@ -14,7 +14,7 @@ ABORTED, KILLED = 134, 137  # exit codes: 128 + the number of the signal
 BY_SIGNAL = {132, ABORTED, 135, 136, KILLED, 139}  # ILL, ABRT, BUS, FPE, KILL, SEGV: not caused by a lost peer
 PEER_FAILURE_WINDOW = 2.0  # seconds in which the peers of a dead worker also fail
 
-# Messages of gloo, NCCL and the store about a peer that is gone or does not answer.
+# Messages of gloo, NCCL and the store about a peer that is gone or does not respond.
 TIMEOUT = re.compile(
     r"[Tt]imed out (waiting|after)|collective operation timeout|Wait timeout|DistStoreError.*imed out|wait timeout"
 )
@@ -44,17 +44,17 @@ NO_GPU_MEMORY = (
 RUN_OPTIONS = "nodes|nnodes|trainers|gpus|engine|image|dry-run|detach|set|runs|json|print-path|nproc[-_]per[-_]node"
 RANK = r"(?:\[rank\d+\]: )?"  # torch's prefix of traceback lines
 
-NOT_FOUND = "the program is not installed in the image: use an image that has it (--image)"
+NOT_FOUND = "the program is not installed in the image: use an image that contains it (--image)"
 NOT_RUN = "make the file executable (chmod +x), and check its first line: #!/bin/bash, for example"
-NO_MODULE = r"\1 is neither in your folder nor in the image: use an image that has it (--image)"
-NO_FILE = "nodes see only the folder that you started from, as their working directory: use paths relative to it"
+NO_MODULE = r"\1 is neither in your folder nor in the image: use an image that contains it (--image)"
+NO_FILE = "nodes see only the folder in which you started the job: use paths relative to it"
 READ_ONLY = "your folder is read-only in nodes: write to $JOB_DIR (in single quotes on a command line)"
 MORE_MEMORY = "raise the limit (--memory 8g), or lower the batch size"
 FEWER_LOADERS = "raise the limit (--memory 8g), or use fewer DataLoader workers"
 LOCAL_HINTS = {  # hints replaced for local processes, which have no image and no limits
     NOT_FOUND: "the program was not found on this machine's PATH",
     NO_MODULE: rf"\1 is neither in your folder nor installed: {sys.executable} -m pip install \1",
-    NO_FILE: "paths are relative to the folder that you started from",
+    NO_FILE: "paths are relative to the folder in which you started the job",
     READ_ONLY: "workers run as your user, which cannot write there: write to $JOB_DIR",
     MORE_MEMORY: "this machine ran out of memory: use a smaller batch or fewer workers",
     FEWER_LOADERS: "this machine ran out of memory: use fewer DataLoader workers",
@@ -67,14 +67,14 @@ BY_LINE = [
     (
         r"__path__ attribute not found on '(\w+)'",
         Reason.SCRIPT,
-        r"your file \1.py shadows the package \1: rename one of them",
+        r"your file \1.py shadows the package \1: rename the file",
     ),
     (r"can't open file .*Permission denied", Reason.SCRIPT, "the user that nodes run as cannot read it: chmod a+r"),
-    (r"can't open file", Reason.SCRIPT, "the script is not in the folder that you started from"),
+    (r"can't open file", Reason.SCRIPT, "the script is not in the folder in which you started the job"),
     (
         rf"error: unrecognized arguments:.* --({RUN_OPTIONS})(?![\w-])",
         Reason.USAGE,
-        "options of `run` come before the script: run --gpus none SCRIPT ARGS",
+        "options of run come before the script: run --gpus none SCRIPT ARGS",
     ),
     (
         r"error: unrecognized arguments|error: argument|the following arguments are required",
@@ -148,7 +148,7 @@ BY_CODE = {
     78: (Reason.USAGE, "the script rejected its configuration"),
     126: (Reason.NOT_STARTED, "the program could not be started: see the end of its log"),
     127: (Reason.NOT_STARTED, "a program or script was not found: see the end of the log"),
-    132: (Reason.CRASH, "the CPU does not support one of its instructions: the image was built for another CPU"),
+    132: (Reason.CRASH, "the program uses an instruction that this CPU does not support: it was built for another CPU"),
     ABORTED: (Reason.CRASH, "the lines above show the stack of each thread"),
     135: (Reason.SHARED_MEMORY, "/dev/shm was probably full: --set shm_size=4g"),
     136: (Reason.CRASH, "the lines above show the stack of each thread"),
@@ -161,14 +161,14 @@ BY_ENGINE = {
     Reason.OUT_OF_MEMORY_IN_A_CHILD: FEWER_LOADERS,
     Reason.NODE_LOST: "see docker events, and dmesg on the host",
     Reason.NODE_STOPPED: "stopped by docker stop, kill, restart or rm; use orchestrate stop to end a job",
-    Reason.PARTITION: "check for docker network disconnect, or a removed network",
+    Reason.PARTITION: "check whether the network was removed or the node disconnected (docker network disconnect)",
     Reason.HOST_LOST: "see docker node ls; other hosts take over its nodes, or set min_trainers to continue with fewer",
     Reason.ENGINE_LOST: "the engine restarted; with live-restore in its daemon.json, jobs continue while it is down",
     Reason.INTERRUPTED: "no action needed: the workers restart",
 }
 SUMMARY = {
-    Reason.OUT_OF_MEMORY: "ran out of memory: the kernel killed it",
-    Reason.OUT_OF_MEMORY_IN_A_CHILD: "lost a child process, which the kernel killed for lack of memory",
+    Reason.OUT_OF_MEMORY: "was killed by the kernel's OOM killer",
+    Reason.OUT_OF_MEMORY_IN_A_CHILD: "lost a child process to the kernel's OOM killer",
     Reason.NODE_LOST: "was lost with its node, which exited",
     Reason.NODE_STOPPED: "was terminated with its node, which was stopped or removed",
     Reason.PARTITION: "was cut off from the job's network",
@@ -181,7 +181,7 @@ SUMMARY = {
 
 
 def is_peer_failure(lines: Sequence[str], about: re.Pattern[str] = COMPLAINT) -> bool:
-    """Whether a worker's last lines before a dump of its stacks are about a peer that is gone or does not answer."""
+    """Whether a worker's last lines before a dump of its stacks are about a peer that is gone or does not respond."""
     return bool(about.search("\n".join([line for line in before_dump(lines) if line.strip()][-3:])))
 
 

@@ -54,7 +54,7 @@ class Nodes:
             alive = {node: host for node, host in alive.items() if node in left}
         nodes = in_order(alive)[: len(wanted)]
         missing = len(wanted) - len(nodes)
-        error = error or f"{len(nodes)} of {len(wanted)} nodes are alive"
+        error = error or f"{len(nodes)} of {len(wanted)} nodes are running"
         minimum = self.spec.trainers if self.spec.min_trainers is None or not number else self.spec.min_trainers
         if len(nodes) < 1 + minimum:
             raise EngineError(error)
@@ -96,7 +96,7 @@ class Nodes:
                 alive = len(self.job.session.alive())
                 if alive >= len(wanted.nodes):
                     return
-                raise EngineError(f"{alive} of {len(wanted.nodes)} nodes are alive")
+                raise EngineError(f"{alive} of {len(wanted.nodes)} nodes are running")
             except EngineLost:
                 raise
             except EngineError:

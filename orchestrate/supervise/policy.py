@@ -58,16 +58,20 @@ def decide(spec: JobSpec, history: Sequence[GenerationResult], search: Search) -
         for ended in relevant[-2:]
     ):
         return Decision(False, "out of memory twice at the same step")
-    pluralize = [
+    counted = [
         ended
         for ended in failures
         if ended.cause and last.time - ended.time < spec.restart_window and action(spec.rules, ended, search) == "count"
     ]
-    if last_action == "count" and len(pluralize) > spec.max_restarts:
+    if last_action == "count" and len(counted) > spec.max_restarts:
         return Decision(False, f"max_restarts is {spec.max_restarts}")
     if len(relevant) >= NO_PROGRESS and not any(ended.progress for ended in relevant[-NO_PROGRESS:]):
         return Decision(False, f"no progress in {NO_PROGRESS} generations")
-    place = f"restart {len(pluralize)} of {spec.max_restarts}" if last_action == "count" else "not counted"
+    place = (
+        f"restart {len(counted)} of {spec.max_restarts}"
+        if last_action == "count"
+        else "not counted toward max_restarts"
+    )
     return Decision(True, place, _delay(failures))
 
 

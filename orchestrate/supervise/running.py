@@ -17,7 +17,7 @@ from orchestrate.job.recorder import Recorder
 from orchestrate.job.spec import JobSpec
 from orchestrate.supervise.job_files import JobFiles
 
-ENGINE_TIMEOUT = 300.0  # seconds that the engine may not answer, or the disk of the run directory may be full
+ENGINE_TIMEOUT = 300.0  # seconds that the engine may not respond, or the disk of the run directory may be full
 STOPPING_TIMEOUT = 10.0  # the same in seconds while the job is being stopped
 TRANSIENT_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
 
@@ -62,7 +62,7 @@ class Running:
     def retry(self, action: Callable[[], None], fails: type[Exception], event: Callable[[str], Event]) -> None:
         """Retry `action` until it succeeds or the time limit is reached; emit `event` at the first failure.
 
-        The limit is shorter if the job is being stopped: a paused node, for example, does not answer.
+        The limit is shorter if the job is being stopped: a paused node, for example, does not respond.
         """
         deadline = time.monotonic() + (STOPPING_TIMEOUT if self.stops() else ENGINE_TIMEOUT)
         emitted = False

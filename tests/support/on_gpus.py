@@ -150,7 +150,7 @@ def gpu_nodes(gpu_engine, gpu_clusters):
 
 
 def on_cuda(pids: Iterable[int]) -> set[int]:
-    """The processes that have initialised CUDA, as far as this user can see: only root sees zygotes.
+    """The processes that have initialized CUDA, as far as this user can see: only root sees zygotes.
 
     CUDA opens the device for unified memory; detecting GPUs, as nvidia-smi does, opens only the others.
     """

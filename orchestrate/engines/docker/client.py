@@ -125,7 +125,7 @@ class Daemon:
         """Call `action` for all containers in parallel; ignore containers that are gone or not running."""
 
         def run_action(container: Container) -> None:
-            with self.translating_errors(f"failed on {name_of(container)}"):
+            with self.translating_errors(f"could not change the state of {name_of(container)}"):
                 try:
                     action(container)
                 except docker.errors.APIError as error:
@@ -138,7 +138,7 @@ class Daemon:
     def connect_by_exec(
         self, container: str, command: list[str], key: bytes, patience: float = ANSWER_TIMEOUT
     ) -> NodeConnection | None:
-        """Run a command in a container that connects its stdin and stdout to a node; None if the node does not answer.
+        """Run a command in a container that connects its stdin and stdout to a node; None if the node does not respond.
 
         `key` is the node's key; the node must answer within `patience` seconds.
         """
@@ -189,7 +189,7 @@ class Daemon:
                     errors="replace",
                 )
             except FileNotFoundError:
-                raise ResourceError("no `docker` command on PATH", "install it, with its Compose plugin") from None
+                raise ResourceError("no docker command on PATH", "install it, with its Compose plugin") from None
         start = time.monotonic()
         with process:
             output = _output_of(process, stopped) if capture else process.communicate()[0]

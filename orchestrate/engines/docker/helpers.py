@@ -48,7 +48,7 @@ def create(
     try:
         return str(api.create_container(image, host_config=config, **options)["Id"])
     except docker.errors.ImageNotFound:
-        raise EngineError(f"the engine has no image {image}; build it with `docker compose build`") from None
+        raise EngineError(f"the engine has no image {image}; build it with docker compose build") from None
 
 
 def output(

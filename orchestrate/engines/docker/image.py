@@ -24,7 +24,7 @@ from orchestrate.job.spec import IMAGE, JobSpec
 
 NO_TOOLKIT = "the engine has no NVIDIA runtime"
 NO_GPU = "containers cannot see any GPU"
-NOT_CHECKED = f"GPUs were not checked: a plan only runs the image {IMAGE}, which does not exist here"
+NOT_CHECKED = f"GPUs were not checked: that needs the image {IMAGE}, which is missing"
 
 
 def gpus_unavailable(daemon: Daemon, spec: JobSpec) -> bool:
@@ -117,7 +117,7 @@ def ensure_image(daemon: Daemon, spec: JobSpec) -> None:
         hint = "BASE_IMAGE selects the base image, CA_BUNDLE a CA bundle; see README, The image"
         raise ResourceError(f"could not build the image {spec.image}: {error}", hint) from None
     except ERRORS as error:
-        hint = "check the name, run `docker login`, or build it: docker build -t NAME ."
+        hint = "check the name, run docker login, or build it: docker build -t NAME ."
         raise ResourceError(f"cannot find or pull the image {spec.image}: {reason(error)}", hint) from None
 
 

@@ -51,7 +51,7 @@ def python(daemon: Daemon, image: str, run: Path) -> str:
     needs = ".".join(map(str, OLDEST))
     raise ResourceError(
         f"the image {image} has no Python {needs} or later: {old or why or 'none found'}",
-        f"install it in the image as `python` or `python3` (tried {', '.join(PYTHONS)})",
+        f"install it in the image as python or python3 (tried {', '.join(PYTHONS)})",
     )
 
 

@@ -117,7 +117,7 @@ class DockerSession:
         self._compose(stopped, "up", *arguments, "master", "trainer")
         missing = len(plan.nodes) - len(self._update_nodes())
         if missing > 0:
-            raise EngineError(f"Compose did not start {missing} of {len(plan.nodes)} nodes", "see docker compose ls")
+            raise EngineError(f"Compose did not start {missing} of {len(plan.nodes)} nodes", "see docker ps --all")
 
     def _repair(self) -> None:
         """Repair existing containers, which is faster than Compose; it then adds missing ones."""

@@ -19,7 +19,7 @@ from orchestrate.job.plan import pluralize
 from orchestrate.job.spec import JobSpec
 
 NETWORK_RELEASE_TIMEOUT = 20.0  # seconds for Swarm to release a network whose tasks have ended
-NO_MANAGER = "run orchestrate on a manager (docker node ls there), or make this host one: docker swarm init"
+NO_MANAGER = "run orchestrate on a manager of the Swarm, or create a Swarm: docker swarm init"
 COMING = ("new", "pending", "assigned", "accepted", "preparing", "ready", "starting")  # states of a task
 ENDED = ("complete", "shutdown", "failed", "rejected", "remove", "orphaned")
 ApiObject = dict[str, Any]  # a host or a task, as in the Engine's API
@@ -126,7 +126,7 @@ class Manager:
             time.sleep(0.1)
         if away := [self.host(task) for task in tasks if task["Status"]["State"] == "running"]:
             hosts = ", ".join(sorted(set(away)))
-            raise EngineError(f"could not remove {pluralize(len(away), 'node')} on {hosts}, which is down")
+            raise EngineError(f"could not remove {pluralize(len(away), 'node')} on hosts that are down: {hosts}")
 
     def services(self, job_id: str = "") -> list[ApiObject]:
         """Return the services of a job, or of all jobs."""
@@ -183,9 +183,9 @@ def gpus(host: ApiObject) -> int:
     """Return the number of GPUs that a host offers."""
     count = 0
     for resource in host["Description"]["Resources"].get("GenericResources") or []:
-        named, pluralize = resource.get("NamedResourceSpec") or {}, resource.get("DiscreteResourceSpec") or {}
+        named, discrete = resource.get("NamedResourceSpec") or {}, resource.get("DiscreteResourceSpec") or {}
         count += named.get("Kind") == service_spec.GPU
-        count += pluralize.get("Value", 0) * (pluralize.get("Kind") == service_spec.GPU)
+        count += discrete.get("Value", 0) * (discrete.get("Kind") == service_spec.GPU)
     return count
 
 

@@ -123,7 +123,7 @@ class FileSync:
             raise EngineError(f"{pluralize(len(errors), 'file')} could not be copied, such as {shown(path)}: {why}")
 
     def silent(self) -> set[str]:
-        """Return the nodes that did not answer in the last round."""
+        """Return the nodes that did not respond in the last round."""
         return {node.name for node in self.nodes if not node.heard}
 
     def warnings(self) -> list[str]:
