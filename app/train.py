@@ -39,96 +39,40 @@ REPORT_EVERY = 10  # steps whose losses are reduced together, after which all wo
 def arguments() -> argparse.Namespace:
     """The command line; the defaults of the optimizer follow the PyTorch examples' MNIST script."""
     parser = argparse.ArgumentParser(prog="python -m app.train", description="Train a model with one or more workers.")
-    add = parser.add_argument
-    add("--strategy", choices=strategy.NAMES, default="ddp", help="training strategy (default %(default)s)")
-    add("--spawn", type=int, metavar="N", help="start N workers on this machine (default: train in this process)")
-    add("--model", choices=model.NAMES, default="lenet", help="model (default %(default)s)")
-    add(
-        "--dataset",
-        default="digits",
-        metavar="NAME|shards:DIR",
-        help=f"dataset: {', '.join(data.NAMES)}, or shards in DIR (default %(default)s)",
-    )
-    add("--data", type=Path, default=data.HOME, metavar="DIR", help="folder of the dataset (default %(default)s)")
+    add, default = parser.add_argument, "(default %(default)s)"
+    add("--strategy", choices=strategy.NAMES, default="ddp", help=f"training strategy {default}")
+    add("--spawn", type=int, metavar="N", help="start N workers on this machine")
+    add("--model", choices=model.NAMES, default="lenet", help=f"model {default}")
+    names = ", ".join(data.NAMES)
+    add("--dataset", default="digits", metavar="NAME|shards:DIR", help=f"{names}, or shards in DIR {default}")
+    add("--data", type=Path, default=data.HOME, metavar="DIR", help=f"folder of the dataset {default}")
     add("--download", action="store_true", help="download the dataset if it is not in DIR")
     add("--augment", action="store_true", help="shift images at random, and mirror color images")
-    add("--epochs", type=int, default=3, help="number of epochs (default %(default)s)")
-    add("--batch-size", type=int, default=64, help="global batch size of all workers (default %(default)s)")
-    add(
-        "--accumulate",
-        type=int,
-        default=1,
-        metavar="K",
-        help="split each batch into K parts to save memory (default %(default)s)",
-    )
-    add("--optimizer", choices=["adadelta", "sgd", "adamw"], default="adadelta", help="optimizer (default %(default)s)")
+    add("--epochs", type=int, default=3, help=f"number of epochs {default}")
+    add("--batch-size", type=int, default=64, help=f"global batch size of all workers {default}")
+    add("--accumulate", type=int, default=1, metavar="K", help=f"parts of a batch, to save memory {default}")
+    add("--optimizer", choices=["adadelta", "sgd", "adamw"], default="adadelta", help=f"optimizer {default}")
     add("--lr", type=float, help="learning rate (default 1.0 for adadelta, 0.05 for sgd, 0.001 for adamw)")
-    add(
-        "--schedule",
-        choices=["step", "cosine", "none"],
-        default="step",
-        help="learning rate schedule; step: multiply by --gamma each epoch (default %(default)s)",
-    )
-    add("--gamma", type=float, default=0.7, help="factor of the step schedule (default %(default)s)")
-    add("--dropout", type=float, default=1.0, help="factor on the model's dropout rates (default %(default)s)")
-    add(
-        "--dtype",
-        choices=["float32", "float64"],
-        default="float32",
-        help="data type of weights and images (default %(default)s)",
-    )
+    schedules = ["step", "cosine", "none"]
+    add("--schedule", choices=schedules, default="step", help=f"schedule; step: times --gamma each epoch {default}")
+    add("--gamma", type=float, default=0.7, help=f"factor of the step schedule {default}")
+    add("--dropout", type=float, default=1.0, help=f"factor on the model's dropout rates {default}")
+    add("--dtype", choices=["float32", "float64"], default="float32", help=f"data type of weights and images {default}")
     half = ["auto", "float16", "bfloat16"]
-    add(
-        "--amp",
-        nargs="?",
-        const="auto",
-        choices=half,
-        help="train in mixed precision (default: off); auto is float16 on GPUs, bfloat16 on CPUs",
-    )
+    add("--amp", nargs="?", const="auto", choices=half, help="mixed precision; auto: float16 on GPUs, bfloat16 on CPUs")
     modes = ["default", "reduce-overhead", "max-autotune"]
-    add(
-        "--compile",
-        nargs="?",
-        const="default",
-        choices=modes,
-        help="compile the model with torch.compile (default: off); reduce-overhead uses CUDA graphs",
-    )
+    add("--compile", nargs="?", const="default", choices=modes, help="mode of torch.compile (default: not compiled)")
     add("--deterministic", action="store_true", help="make runs on GPUs bit-identical too, with slower kernels")
-    add("--seed", type=int, default=1, help="random seed (default %(default)s)")
+    add("--seed", type=int, default=1, help=f"random seed {default}")
+    add("--save-every", type=int, default=0, metavar="STEPS", help="also save every STEPS steps within an epoch")
+    add("--keep", type=int, default=2, help=f"number of recent checkpoints to keep besides the best {default}")
+    add("--resume", default="none", metavar="auto|none|DIR", help="checkpoint to resume from; auto: the job's newest")
+    add("--init-from", type=Path, metavar="DIR", help="initialize weights from a checkpoint where they match")
     add(
-        "--save-every",
-        type=int,
-        default=0,
-        metavar="STEPS",
-        help="also save every STEPS steps within an epoch (default: only after each epoch)",
-    )
-    add(
-        "--keep",
-        type=int,
-        default=2,
-        help="number of recent checkpoints to keep besides the best (default %(default)s)",
-    )
-    add(
-        "--resume",
-        default="none",
-        metavar="auto|none|DIR",
-        help="checkpoint to resume from: the job's newest (auto), none, or DIR (default %(default)s)",
-    )
-    add(
-        "--init-from",
-        type=Path,
-        metavar="DIR",
-        help="initialize weights from a checkpoint, where names and shapes match (default: random weights)",
-    )
-    add(
-        "--check-replicas",
-        type=int,
-        default=0,
-        metavar="STEPS",
-        help="compare the parameters of all workers every STEPS steps (default: never)",
+        "--check-replicas", type=int, default=0, metavar="STEPS", help="compare parameters of workers every STEPS steps"
     )
     add("--ledger", action="store_true", help="write each worker's samples to ledger-RANK.jsonl")
-    add("--skew-rank", type=int, help="corrupt this rank's gradients, to test --check-replicas (default: none)")
+    add("--skew-rank", type=int, help="corrupt this rank's gradients, to test --check-replicas")
     args = parser.parse_args()
     for name in ("epochs", "batch_size", "accumulate", "keep", "spawn"):
         if getattr(args, name) is not None and getattr(args, name) < 1:

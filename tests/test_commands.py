@@ -249,7 +249,7 @@ def test_attach_must_follow_if_another_supervisor_was_faster_and_ctrl_c_must_onl
     with supervised(paths.root):
         code, _, err = do("attach", "a-1")
     assert code == 0 and engine.calls == []
-    assert any("following it" in line for line in err)
+    assert any("following a-1, supervised by process " in line for line in err)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert signal.getsignal(signal.SIGTERM) == signal.getsignal(signal.SIGHUP) == signal.SIG_DFL
 
