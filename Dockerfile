@@ -13,6 +13,10 @@ RUN --mount=type=secret,id=ca,required=false \
     if [ -s /run/secrets/ca ]; then export PIP_CERT=/run/secrets/ca; fi; \
     python3 -m venv /opt/venv && \
     pip install --no-cache-dir --disable-pip-version-check --require-hashes --requirement /tmp/requirements.lock
+# Official images have no bytecode of the standard library, and nodes cannot write it: each interpreter that imports
+# torch would compile it again.
+RUN python3 -m compileall -q -j 0 -x '/(test|tests|lib2to3|idlelib)/' \
+    "$(python3 -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')"
 
 # Writable for all: a named volume mounted here inherits the mode, and nodes may run as any user.
 # Keep it empty: Docker copies its content when it creates a container, and fails if two do so at once.
