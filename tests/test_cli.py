@@ -254,7 +254,7 @@ def test_an_unknown_form_must_be_answered_with_the_available_forms(capsys):
 
 RUNS = ["--runs"]
 FLAGS = ["--trainers", "--gpus", "--nproc-per-node", "--engine", "--image", "--name", "--max-run", "--max-restarts"]
-FLAGS += ["--min-trainers", "--spares", "--set", "--nodes", "--memory", "--cpus", "--env"]
+FLAGS += ["--min-trainers", "--spares", "--set", "--nodes", "--memory", "--cpus", "--env", "--require-communication"]
 
 
 @pytest.mark.parametrize(

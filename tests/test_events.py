@@ -12,7 +12,7 @@ from support.scripted import Clock
 
 from orchestrate.job import events
 from orchestrate.job.history import History
-from orchestrate.job.outcomes import Cause, JobResult, Outcome, Reason
+from orchestrate.job.outcomes import Cause, JobResult, Outcome, Reason, Use
 from orchestrate.job.recorder import Recorder, objects
 
 
@@ -206,7 +206,11 @@ VALUES: dict[object, typing.Any] = {
     dict[str, str]: {"a": "b"},
 }
 VALUES |= {dict[int, str]: {3: "S"}, Outcome: Outcome.FAILED, Reason | None: Reason.KILLED, Cause | None: FAILURE}
-VALUES |= {tuple[int, ...]: (1, 2)}
+VALUES |= {
+    tuple[int, ...]: (1, 2),
+    dict[int, int]: {0: 848, 1: 1 << 40},
+    Use | None: Use(848, 1.0, 2.0, gpu=False, torch=True),
+}
 
 
 @pytest.mark.parametrize(

@@ -141,6 +141,13 @@ def test_the_environment_must_match_torchruns():
         "GLOO_SOCKET_IFNAME": "eth0",
         "NCCL_SOCKET_IFNAME": "eth0",
         "CUDA_VISIBLE_DEVICES": "",
+        "PL_TRAINER_NUM_NODES": "2",
+        "PL_TRAINER_DEVICES": "2",
+        "LT_NUM_NODES": "2",
+        "LT_DEVICES": "2",
+        "LOCAL_SIZE": "2",
+        "ACCELERATE_USE_CPU": "true",
+        "DS_ACCELERATOR": "cpu",
         "JOB_ID": "a-1",
         "JOB_DIR": "/job",
     }

@@ -126,6 +126,7 @@ def test_a_generated_job_file_must_resolve_to_the_same_job(tmp_path):
         "spares": 1,
         "hang_after": "none",
         "optional": ["memory"],
+        "require_communication": True,
         "warm": False,
         "preload": ["numpy"],
     }

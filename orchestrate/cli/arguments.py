@@ -30,6 +30,7 @@ FLAGS = {  # job file keys that are also options, with their metavars
     "min_trainers": "N",
     "spares": "N",
 }
+SWITCHES = ("require_communication",)  # keys that are options without a value
 RUNS = Path("runs")
 RUN_COMMANDS = {
     "run": "run a job until it ends",
@@ -272,6 +273,9 @@ def _add_job(command: argparse.ArgumentParser) -> None:
         command.add_argument(flag, dest=name, metavar=value, help=description(name))
         if flag != f"--{name}":  # torchrun also accepts underscores
             command.add_argument(f"--{name}", dest=name, help=argparse.SUPPRESS)
+    for name in SWITCHES:
+        flag = f"--{name.replace('_', '-')}"
+        command.add_argument(flag, dest=name, action="store_const", const="true", help=description(name))
     command.add_argument(
         "-e",
         "--env",
@@ -326,7 +330,7 @@ def _folder(text: str) -> Path:
 
 def flags(args: argparse.Namespace) -> dict[str, Any]:
     """Return the options of the command line as keys of a job file."""
-    keys = {name: value for name in ("nodes", *FLAGS) if (value := getattr(args, name)) is not None}
+    keys = {name: value for name in ("nodes", *FLAGS, *SWITCHES) if (value := getattr(args, name)) is not None}
     return keys | dict(map(_variable, args.env))
 
 

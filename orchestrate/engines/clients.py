@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import selectors
 import socket
@@ -9,13 +10,13 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from orchestrate.engines.base import Stop
 from orchestrate.engines.connection import ANSWER_TIMEOUT, NodeConnection
 from orchestrate.errors import EngineError, EngineLost, UsageError
 from orchestrate.files import records
-from orchestrate.job.outcomes import LOST_EXIT_CODE, TERMINATED_EXIT_CODE, Activity, Reason, WorkerExit
+from orchestrate.job.outcomes import LOST_EXIT_CODE, TERMINATED_EXIT_CODE, Activity, Reason, Use, WorkerExit
 from orchestrate.job.plan import Plan, WorkerPlan
 from orchestrate.node import protocol
 from orchestrate.node.worker import FAILED_TO_START
@@ -124,7 +125,7 @@ class NodeClients:
         for rank, node in self.running.items():
             doing = states[node].running.get(str(rank)) if node in states else None
             if doing and doing["state"]:  # only on systems with /proc
-                found[rank] = Activity(doing["state"], doing["cpu"])
+                found[rank] = Activity(doing["state"], doing["cpu"], _use(states[node], rank))
         return found
 
     def out_of_memory(self, end: WorkerExit) -> Reason | None:
@@ -252,7 +253,7 @@ class NodeClients:
             return False
         if name in state.codes:
             self.exit_hints[rank] = state.hints.get(name, "")
-            self._record_exit(rank, state.codes[name], time.time())
+            self._record_exit(rank, state.codes[name], time.time(), use=_use(state, rank))
         elif pid := state.running[name]["pid"]:
             self.pids[rank] = pid
         return True
@@ -301,11 +302,19 @@ class NodeClients:
                 self._start(worker)
         else:
             self.exit_hints[report.rank] = report.hint
-            self._record_exit(report.rank, report.code, report.at, report.asked)
+            self._record_exit(report.rank, report.code, report.at, report.asked, _as_use(report.use))
 
-    def _record_exit(self, rank: int, code: int, at: float, asked: bool = True) -> None:
+    def _record_exit(self, rank: int, code: int, at: float, asked: bool = True, use: Use | None = None) -> None:
         if self.running.pop(rank, None) is not None:
-            self.ended.append((at, WorkerExit(rank, code, asked)))
+            self.ended.append((at, WorkerExit(rank, code, asked, use)))
+
+
+def _use(state: protocol.Status, rank: int) -> Use | None:
+    return _as_use((state.uses or {}).get(str(rank)))
+
+
+def _as_use(facts: dict[str, Any] | None) -> Use | None:
+    return Use(**{field.name: facts[field.name] for field in dataclasses.fields(Use)}) if facts else None
 
 
 def key_of(run: Path) -> bytes:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from orchestrate.files import typed
-from orchestrate.job.outcomes import JOB_OUTCOMES, GenerationResult, Outcome, Reason
+from orchestrate.job.outcomes import JOB_OUTCOMES, GenerationResult, Outcome, Reason, Use
 from orchestrate.node import checks
 
 VERSION = 1  # of the format of events.jsonl; its first line contains it
@@ -142,6 +142,7 @@ class WorkerEnded(Event):
     exit_code: Number
     stopping: bool  # whether the supervisor had asked it to stop
     known: Reason | None = None  # why it is considered lost, if it may still be running
+    use: Use | None = None  # what it has used, if known
 
 
 @dataclass(frozen=True)
@@ -165,6 +166,21 @@ class HangFound(Event):
 
     states: dict[int, str]  # by rank, letters of proc(5)
     after: float
+
+
+@dataclass(frozen=True)
+class WorkersIsolated(Event):
+    """The workers have exchanged no data in their first minute."""
+
+    world_size: Number
+    hint: str
+
+
+@dataclass(frozen=True)
+class GpusUnused(Event):
+    """Workers have not used their GPUs in their first minute."""
+
+    ranks: tuple[Number, ...]
 
 
 @dataclass(frozen=True)

@@ -14,17 +14,22 @@ from orchestrate.node.trees import opened
 NEEDS_DYNAMO = re.compile(
     r"\boptim\b|DistributedDataParallel|\bDDP\b|FullyShardedDataParallel|\bfully_shard\b|torch\.compile"
 )
+FRAMEWORKS = ("accelerate", "deepspeed", "lightning", "pytorch_lightning", "transformers")  # they import torch
+PACKAGES = ("torch", *FRAMEWORKS)
 MAX_FILES = 200
 MAX_FILE, MAX_BYTES = 1 << 20, 8 << 20  # maximum bytes of a file that is read, and of all of them
 
 
-def uses(command: list[str], folder: str) -> list[bool]:
-    """Whether a script or a file in `folder` that it imports imports torch, and whether one uses what needs Dynamo."""
-    torch = dynamo = False
+def uses(command: list[str], folder: str) -> list[str]:
+    """Which of PACKAGES a script imports, itself or in a file in `folder` that it imports.
+
+    Also `torch._dynamo`, if a file uses what needs Dynamo.
+    """
+    found: set[str] = set()
     for text, names in _sources(command, folder):
-        torch = torch or any(name.partition(".")[0] == "torch" for name in names)
-        dynamo = dynamo or bool(NEEDS_DYNAMO.search(text))
-    return [torch, dynamo]
+        found |= {name.partition(".")[0] for name in names} & {*PACKAGES}
+        found |= {"torch._dynamo"} if NEEDS_DYNAMO.search(text) else set()
+    return sorted(found)
 
 
 def _sources(command: list[str], folder: str) -> list[tuple[str, set[str]]]:

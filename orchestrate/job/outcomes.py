@@ -114,12 +114,24 @@ RULES: list[dict[str, Any]] = [
 
 
 @dataclass(frozen=True)
+class Use:
+    """What a worker has used so far."""
+
+    exchanged: int  # bytes sent to and received from other workers
+    connected: float  # seconds for which it was connected to another worker
+    sampled: float  # seconds for which it was sampled
+    gpu: bool  # whether it has opened a GPU
+    torch: bool  # whether it has loaded torch
+
+
+@dataclass(frozen=True)
 class WorkerExit:
     """The end of a worker."""
 
     rank: int
     code: int  # 128 + n if signal n ended it
     asked: bool = True  # whether its node had asked it to stop; true if unknown
+    use: Use | None = field(default=None, compare=False)  # None if unknown
 
 
 @dataclass(frozen=True)
@@ -128,6 +140,7 @@ class Activity:
 
     state: str  # a letter of proc(5): R runs, S sleeps, D waits for a disk, T is stopped; empty if unknown
     cpu: float  # CPU seconds of the worker and its child processes
+    use: Use | None = None  # None if unknown
 
 
 @dataclass(frozen=True)
@@ -164,6 +177,8 @@ class GenerationResult:
     time: float = 0.0  # wall-clock time of its end, in seconds since 1970
     lasted: float = 0.0  # seconds
     step: int = 0  # the step that the job had reached, according to its metrics
+    exchanged: dict[int, int] = field(default_factory=dict)  # bytes exchanged with other workers, by rank, if known
+    isolated: str = ""  # if the workers exchanged no data, how to change that
     progress: bool = False  # whether this generation got further than any before
 
 

@@ -15,13 +15,13 @@ DYNAMO = "torch._dynamo"  # imported by the constructors of DDP and of optimizer
 MAX_CPU_SECONDS = 3  # seconds of CPU time to read a script and its imports
 
 
-_started: dict[tuple[tuple[str, ...], Path], Future[Sequence[bool]]] = {}  # calls of `start`, by command and folder
+_started: dict[tuple[tuple[str, ...], Path], Future[Sequence[str]]] = {}  # calls of `start`, by command and folder
 
 
 def start(spec: JobSpec, folder: Path) -> None:
     """Read the imports of a job's script in the background; `preload` with the same arguments takes the result."""
     if spec.warm:
-        _started[tuple(spec.command), folder] = ThreadPoolExecutor(1).submit(_uses, spec, folder)
+        _started[tuple(spec.command), folder] = ThreadPoolExecutor(1).submit(uses, tuple(spec.command), folder)
 
 
 def may_use_torch(spec: JobSpec, modules: tuple[str, ...]) -> bool:
@@ -38,10 +38,13 @@ def preload(spec: JobSpec, folder: Path) -> tuple[str, ...]:
     if not spec.warm:
         return ()
     started = _started.pop((tuple(spec.command), folder), None)
-    torch, dynamo = started.result() if started else _uses(spec, folder)
+    used = started.result() if started else uses(tuple(spec.command), folder)
+    frameworks = not {*imports.FRAMEWORKS}.isdisjoint(used)
+    torch, dynamo = "torch" in used or frameworks, DYNAMO in used or frameworks
     found = [*TORCH, DYNAMO][: (len(TORCH) + dynamo) * torch]
     return (*found, *(name for name in spec.preload if name not in found))
 
 
-def _uses(spec: JobSpec, folder: Path) -> Sequence[bool]:
-    return bounded.call(imports.uses, spec.command, str(folder), seconds=MAX_CPU_SECONDS) or (False, False)
+def uses(command: tuple[str, ...], folder: Path) -> Sequence[str]:
+    """Torch, Dynamo and frameworks that a script imports, by their names; none if it takes too long to parse."""
+    return bounded.call(imports.uses, command, str(folder), seconds=MAX_CPU_SECONDS) or ()

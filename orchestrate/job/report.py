@@ -69,6 +69,8 @@ def report(
         "final_metrics": dict(final),
         "truncated": [key for key, is_complete in complete.items() if not is_complete],
         "pace": _pace(plan, metrics),
+        "exchanged_bytes": [ended[-1].exchanged.get(rank) for rank in range(plan.world_size)] if ended else [],
+        "isolated": ended[-1].isolated if ended else "",
     }
 
 
@@ -93,6 +95,11 @@ def text(data: dict[str, Any]) -> str:
             lines += [
                 f"slow: rank {slow['rank']} on {slow['node']} spent {own} per step on its own work, the others {others}"
             ]
+    if advice := data.get("isolated"):
+        lines += [
+            f"warning: the {data['world_size']} workers exchanged no data: if they train, each trained its own model"
+        ]
+        lines += [f"hint: {advice}"]
     if cut := data.get("truncated"):  # earlier versions did not write it
         lines += [f"warning: report.json does not list all {', '.join(cut)}: too many or too large"]
     if data["left_behind"]:
@@ -157,6 +164,13 @@ def line(event: events.Event) -> str:
             return "a missing node is back: restarting with it after the next checkpoint"
         case events.HangFound():
             return f"no activity for {event.after:g} s: collecting stack traces of all workers"
+        case events.WorkersIsolated():
+            return (
+                f"warning: the {event.world_size} workers have exchanged no data in the first minute: if they train "
+                f"already, each trains its own model\nhint: {event.hint}"
+            )
+        case events.GpusUnused():
+            return f"warning: {_ranks(event.ranks)} did not use the GPU in the first minute"
         case events.EngineLost():
             return f"{event.error}; waiting for the engine"
         case events.EngineBack():

@@ -169,6 +169,11 @@ class JobSpec:
         _optional_keys,
         "keys to ignore if the engine does not support them, such as `[memory]`; other unsupported keys are an error",
     )
+    require_communication: bool = _field(
+        False,
+        values.boolean,
+        "whether a job fails if its [workers exchange no data](docs/frameworks.md#the-world-check)",
+    )
     warm: bool = _field(True, values.boolean, "whether to fork workers from a process that has already imported torch")
     preload: list[str] = _field([], values.modules, "additional modules to import before forking workers")
 

@@ -24,6 +24,7 @@ from orchestrate.node.local_env import local_env
 from orchestrate.node.loop import Channel, Loop
 from orchestrate.node.output import print_message
 from orchestrate.node.ranks import FENCE, Env, fence
+from orchestrate.node.traffic import Traffic
 from orchestrate.node.trees import clear, replace
 from orchestrate.node.warm import SUPPORTED, limits_and_priority
 from orchestrate.node.worker import Worker, activity, kill, oom_kills
@@ -49,6 +50,7 @@ class Agent:
         self.alone = False  # whether only this node sees its job folder
         self.files = Files()
         self.lease: Lease | None = None
+        self.traffic = Traffic(loop, self._pids)
         self.bound: dict[str, tuple[os.stat_result, int]] = {}  # path of a socket: the file, and its mode
         self.limits_and_priority = limits_and_priority(os.getpid())
 
@@ -162,6 +164,7 @@ class Agent:
         if generation > self.generation:
             kill(list(self.workers.values()), signal.SIGKILL)
             self.generation, self.workers, self.codes, self.hints = generation, {}, {}, {}
+            self.traffic.forget()
             self.fence(generation)
         codes, hints, before = self.codes, self.hints, oom_kills()
 
@@ -170,13 +173,22 @@ class Agent:
             hints[rank] = "oom" if oom_kills() > before else "ending" if self.loop.ending else self.hint
             if codes is self.codes:  # otherwise a newer generation or job has begun
                 asked = worker is None or worker.asked
-                self.report(protocol.Ended(generation, rank, code, time.time(), hints[rank], asked))
+                self.report(protocol.Ended(generation, rank, code, time.time(), hints[rank], asked, self._use(rank)))
 
         worker: Worker | None = None
         started = lambda pid: self.report(protocol.Started(generation, rank, pid))  # noqa: E731
         worker = self.loop.start(command, env, cwd, done, started)
         if worker:
             self.workers[rank] = worker
+            if env.get("WORLD_SIZE", "1") != "1" or env.get("CUDA_VISIBLE_DEVICES"):
+                self.traffic.start()
+
+    def _pids(self) -> dict[int, int]:
+        return {rank: worker.pid for rank, worker in self.workers.items() if rank not in self.codes}
+
+    def _use(self, rank: int) -> dict[str, Any] | None:
+        use = self.traffic.use(rank)
+        return use._asdict() if use else None
 
     def clean(self) -> bool:
         """Clean up for another job: remove all processes, shared memory and files of this one.
@@ -184,6 +196,7 @@ class Agent:
         If that fails, or the job has changed the node's limits or priority, the node ends, and this returns False.
         """
         self.job, self.generation, self.workers, self.codes, self.hints = "", -1, {}, {}, {}
+        self.traffic.forget()
         self.files = Files()  # what was uploaded may have been changed
         if self.lease:
             self.lease.end()
@@ -230,6 +243,7 @@ class Agent:
             tags=self.files.tags,
             time=time.time(),
             importing=zygote is not None and zygote.ready is None,
+            uses={str(rank): use for rank in self.workers if (use := self._use(rank))},
         )
 
 

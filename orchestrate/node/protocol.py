@@ -54,6 +54,14 @@ def _doing(value: Any) -> str:
     return up_to(1 << 31)(value["pid"]) or state or checks.time(value["cpu"])
 
 
+def _use(value: Any) -> str:
+    """What a worker has used, as in `traffic.Use`."""
+    if not isinstance(value, dict) or not {"exchanged", "connected", "sampled", "gpu", "torch"} <= value.keys():
+        return " must be the use of a worker"
+    times = checks.time(value["connected"]) or checks.time(value["sampled"])
+    return up_to(1 << 62)(value["exchanged"]) or times or checks.flag(value["gpu"]) or checks.flag(value["torch"])
+
+
 Facts = Annotated[list[int], _facts]  # size, time of change in nanoseconds, inode, mode
 
 
@@ -148,6 +156,7 @@ class Ended(NamedTuple):
     at: Time  # in seconds since 1970
     hint: Hint  # `oom`: the kernel has killed a process; `ending`: the node ends; `cut off`: its lease has expired
     asked: Flag  # whether the node had sent it SIGTERM
+    use: Annotated[dict[str, Any], _use] | None = None  # what it has used, if known; see traffic.py
 
 
 class Status(NamedTuple):
@@ -160,6 +169,7 @@ class Status(NamedTuple):
     tags: Tags
     time: Time  # by the node's clock
     importing: Flag  # whether the node imports modules that its workers will need
+    uses: Annotated[dict[str, dict[str, Any]], checks.mapping(_use, checks.numeral)] | None = None  # by rank, if known
 
 
 class Cleaned(NamedTuple):

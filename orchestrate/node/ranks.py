@@ -6,6 +6,7 @@ import re
 import subprocess
 from typing import Any
 
+from orchestrate.node import frameworks
 from orchestrate.node.trees import opened
 
 MASTER_PORT = 29500  # torch's default
@@ -14,7 +15,7 @@ Env = dict[str, str]
 
 
 def assign(nodes: list[Node], nproc: int, master_addr: str, master_port: int, job_id: str, interface: str) -> list[Env]:
-    """Return the environment of every worker, rank 0 first: torchrun's names, GPUs, threads, interfaces.
+    """Return the environment of every worker, rank 0 first: torchrun's names, GPUs, threads, interfaces, frameworks.
 
     `nodes` holds, in node order, `name`, `host` (equal for nodes on one machine), `cpus` and `gpus` (of that machine:
     a count, and ids in one order for all). Nodes of one machine never share a GPU. A worker sees all GPUs of its node,
@@ -51,16 +52,18 @@ def assign(nodes: list[Node], nproc: int, master_addr: str, master_port: int, jo
                 "NCCL_SOCKET_IFNAME": interface,
                 "CUDA_VISIBLE_DEVICES": ",".join(gpus),
             }
-            envs.append({key: str(value) for key, value in env.items()})
+            extra = frameworks.variables(len(nodes), nproc, on_gpus=bool(gpus))
+            envs.append({key: str(value) for key, value in env.items()} | extra)
     return envs
 
 
 FENCE = "generation"  # a file in the job's folder
 
-# Variables that a user's own environment must not set; OMP_NUM_THREADS may be set.
+DEFAULTS = {"OMP_NUM_THREADS", *frameworks.NAMES}  # variables that a user's own environment may set
+# Variables that it must not set.
 CONTRACT = {*assign([{"host": "", "cpus": 1, "gpus": []}], 1, "", 0, "", "")[0], "JOB_ID", "JOB_DIR"}
 CONTRACT |= {"WORKER_CORES", "WORKER_EXPAND"}
-CONTRACT -= {"OMP_NUM_THREADS"}
+CONTRACT -= DEFAULTS
 
 
 def fence(job_dir: str | None) -> int:

@@ -19,7 +19,7 @@ from orchestrate.node.listener import serve
 from orchestrate.node.loop import Channel, Loop, connect
 from orchestrate.node.output import print_message
 from orchestrate.node.protocol import TO_MASTER, TO_TRAINER, End, Exited, Hello, Run, decode
-from orchestrate.node.ranks import MASTER_PORT, Node, assign, gpus
+from orchestrate.node.ranks import DEFAULTS, MASTER_PORT, Node, assign, gpus
 
 JOIN_PORT = 29400  # where the master listens for trainers; the default port of torch's own rendezvous
 TOO_MANY = "use fewer nodes (--scale trainer=N), or train on CPU (docker compose --profile cpu up)"
@@ -211,4 +211,5 @@ def start(loop: Loop, command: list[str], envs: list[dict[str, str]], exited: An
     """Start a worker for each environment; `exited` gets rank and exit code."""
     for env in envs:
         rank = int(env["RANK"])
-        loop.start(command, {**os.environ, **env}, None, partial(exited, rank))
+        own = {name: os.environ[name] for name in DEFAULTS & os.environ.keys()}
+        loop.start(command, {**os.environ, **env, **own}, None, partial(exited, rank))

@@ -11,7 +11,7 @@ from orchestrate.node.checks import MAX_NODES, MAX_WORKERS, integer
 from orchestrate.node.local_env import interface_to
 from orchestrate.node.loop import Loop
 from orchestrate.node.output import print_message
-from orchestrate.node.ranks import MASTER_PORT, Env, assign, gpus
+from orchestrate.node.ranks import DEFAULTS, MASTER_PORT, Env, assign, gpus
 
 NAMES = {  # the variables that may hold each value: our own, then those of Kubeflow Trainer, Kubernetes and Slurm
     "NODE_RANK": ("PET_NODE_RANK", "JOB_COMPLETION_INDEX", "SLURM_NODEID"),
@@ -50,7 +50,7 @@ def envs(environ: Mapping[str, str], own_gpus: list[str], cores: int) -> list[En
     machines = [{"host": str(number), "cpus": cores, "gpus": own_gpus} for number in range(nodes)]
     job = environ.get("JOB_ID", "job")
     all_envs = assign(machines, nproc, values["MASTER_ADDR"], port, job, interface)
-    kept = {"OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", *_restarts(environ)} & environ.keys()
+    kept = {*DEFAULTS, "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", *_restarts(environ)} & environ.keys()
     return [
         {name: value for name, value in env.items() if value or not name.endswith("_IFNAME")}
         | {name: environ[name] for name in kept}

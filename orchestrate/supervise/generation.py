@@ -15,6 +15,7 @@ from orchestrate.supervise.diagnosis import PEER_FAILURE_WINDOW, TIMEOUT, diagno
 from orchestrate.supervise.nodes import Nodes
 from orchestrate.supervise.policy import CRASH_LOOP_SECONDS
 from orchestrate.supervise.running import ENGINE_TIMEOUT, Running
+from orchestrate.supervise.world import WorldCheck
 
 BY_USER, BY_MAX_RUN = "stopped by the user", "max_run was reached"
 FAILED, RESCALED, REMOVED = "a worker failed", "a node is back", "its run directory was removed"
@@ -53,6 +54,7 @@ class Generation:
         self.started = time.monotonic()  # start of this generation; later, of its first worker
         self.saved = self.files.saved()
         self.hang_detector = _HangDetector(self) if self.spec.hang_after else None
+        self.world = WorldCheck(job, plan)
         self.troubles: dict[str, tuple[str, float]] = {}  # by node: kind of trouble, start time
         self.boundary: object = None  # the checkpoints when a missing node came back
 
@@ -68,6 +70,7 @@ class Generation:
                 self.known[event.rank] = event.known
             else:
                 self.running.discard(event.rank)
+                self.world.ended(event.rank, event.use)
             self.ends.append(ObservedExit(event.seconds, WorkerExit(event.rank, event.exit_code), event.stopping))
         if stopping or self.hung or any(end.exit.code for end in self.ends):
             self._stop(stopping or FAILED)
@@ -119,6 +122,8 @@ class Generation:
             return self._result(Outcome.FAILED, self.why)
         if self.why or self.hung:
             return self._result(Outcome.FAILED, FAILED, self._cause())
+        if self.spec.require_communication and (why := self.world.missing()):
+            return self._result(Outcome.FAILED, why)
         return self._result(Outcome.SUCCEEDED, "finished")
 
     def _reconnect(self) -> bool:
@@ -165,6 +170,7 @@ class Generation:
         self._check_troubles(seen.troubles)
         if self.why or self.hung:
             return
+        self.world.step()
         if self.hang_detector and self.hang_detector.hung(bool(self.troubles)):
             self._handle_hang()
         elif not self.troubles and self.nodes.are_back():
@@ -191,7 +197,8 @@ class Generation:
         node = self.plan.workers[end.rank].node
         stopping = bool(self.why or self.hung)
         ours = stopping and end.asked
-        self.emit(events.WorkerEnded(end.rank, node, end.code, stopping=ours))
+        self.emit(events.WorkerEnded(end.rank, node, end.code, stopping=ours, use=end.use))
+        self.world.ended(end.rank, end.use)
         if self.requested < 2 or self.killed_late:  # other killed workers do not show a cause
             self.ends.append(ObservedExit(self.emit.seconds(), end, ours))
         if end.code and not stopping:
@@ -324,6 +331,8 @@ class Generation:
             cause=cause,
             lasted=round(lasted, 3),
             step=step,
+            exchanged={rank: use.exchanged for rank, use in sorted(self.world.uses.items())},
+            isolated="" if cause else self.world.advice(),
             progress=progress,
         )
 

@@ -72,8 +72,9 @@ class Job:
 
     def __init__(self, folder, monkeypatch) -> None:
         self.clock = Clock()
-        for module in ("supervise.running", "supervise.nodes", "supervise.generation", "job.recorder"):
-            monkeypatch.setattr(f"orchestrate.{module}.time", self.clock)
+        for module in ("running", "nodes", "generation", "world"):
+            monkeypatch.setattr(f"orchestrate.supervise.{module}.time", self.clock)
+        monkeypatch.setattr("orchestrate.job.recorder.time", self.clock)
         self.paths = JobPaths(folder / "run")
         self.paths.create()
         self.stops = lambda: 0

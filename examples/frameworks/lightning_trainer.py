@@ -1,0 +1,51 @@
+"""Lightning's Trainer with its defaults: `orchestrate run --trainers 1 examples/frameworks/lightning_trainer.py`."""
+
+import argparse
+import os
+from pathlib import Path
+
+import lightning as L
+import torch
+from data import dataset, digest, model
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--epochs", type=int, default=3)
+args = parser.parse_args()
+
+
+class Regression(L.LightningModule):
+    """Predict the sum of the features."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = model()
+
+    def training_step(self, batch, _):
+        """Return the loss of a batch."""
+        features, target = batch
+        return mse_loss(self.net(features), target)
+
+    def configure_optimizers(self):
+        """Return the optimizer."""
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+checkpoints = Path(os.environ.get("JOB_DIR", ".")) / "checkpoints"
+trainer = L.Trainer(
+    max_epochs=args.epochs,
+    callbacks=[ModelCheckpoint(checkpoints, save_last=True)],
+    enable_progress_bar=False,
+    enable_model_summary=False,
+    logger=False,
+    use_distributed_sampler=True,
+)
+last = checkpoints / "last.ckpt"
+if last.exists():
+    print(f"resuming from {last}", flush=True)
+module = Regression()
+trainer.fit(module, DataLoader(dataset(), batch_size=32, shuffle=True), ckpt_path=last if last.exists() else None)
+weights = digest(module.net.state_dict())
+print(f"rank {trainer.global_rank} of {trainer.world_size}: {trainer.global_step} steps, weights {weights}", flush=True)

@@ -1,0 +1,110 @@
+"""Scripts of popular frameworks must train one model on all nodes, and resume, without knowing of orchestrate."""
+
+import json
+import re
+import shutil
+
+import pytest
+from conftest import ROOT
+
+from orchestrate.node import frameworks
+
+EXAMPLES = ROOT / "examples" / "frameworks"
+SCRIPTS = {  # example: a file that exists once its first checkpoint is complete
+    "ddp": "last.pt",
+    "fsdp2": "*/.metadata",
+    "lightning_trainer": "last.ckpt",
+    "lightning_fabric": "last.ckpt",
+    "accelerate_loop": "last",
+    "hf_trainer": "*/trainer_state.json",
+}
+
+
+WARNING = "warning: the {} workers exchanged no data: if they train, each trained its own model"
+
+
+@pytest.fixture
+def scripts(cli):
+    shutil.copytree(EXAMPLES, cli.folder, dirs_exist_ok=True)
+    cli.env["PYTHONWARNINGS"] = "default"  # those of the frameworks' releases
+    return cli
+
+
+def finished(cli, trainers: int = 1) -> set[str]:
+    """The digests of the weights on all ranks, each of which must have reported the world size."""
+    digests = set()
+    for rank in range(trainers + 1):
+        (line,) = re.findall(rf"^rank {rank} of {trainers + 1}: \d+ steps, weights (\w+)$", cli.log(rank), re.M)
+        digests.add(line)
+    return digests
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_frameworks_script_must_train_one_model_and_resume_after_a_kill(scripts, nothing_left, script):
+    environment = ("-e", f"CHECKPOINT={SCRIPTS[script]}", "--set", "grace=5s")
+    command = ("killed_once.py", f"{script}.py", "--epochs", "40")
+    done = scripts("run", "--engine", "process", "--trainers", "1", "--require-communication", *environment, *command)
+    assert done.returncode == 0, done.stderr
+    report = scripts.report()
+    assert report["generations"] == 2, done.stderr
+    assert [(failure["rank"], failure["cause"]) for failure in report["failures"]] == [(1, "killed")]
+    assert re.search(r"resum(ed after|ing from)", scripts.log(0).partition("generation 1")[2])
+    assert len(finished(scripts)) == 1
+    assert min(report["exchanged_bytes"]) > 10_000 and not report["isolated"]
+
+
+@pytest.mark.slow
+def test_a_script_whose_framework_does_not_see_the_job_must_be_warned_about(scripts, nothing_left):
+    """As it was for each of them before: two models, and success."""
+    command = ("hf_trainer.py", "--epochs", "40")
+    run = ("run", "--engine", "process", "--trainers", "1", "-e", "ACCELERATE_USE_CPU=false")
+    done = scripts(*run, *command)
+    assert done.returncode == 0, done.stderr
+    assert f"{WARNING.format(2)}\n" in done.stderr
+    assert "hint: use a Trainer or an Accelerator; on the CPU, leave ACCELERATE_USE_CPU to the job\n" in done.stderr
+    assert scripts.report()["isolated"]
+
+
+@pytest.mark.parametrize(("how", "isolated"), [("alone", True), ("group", True), ("sums", False)])
+def test_workers_that_exchange_no_data_must_be_reported_on_every_engine(ready, how, isolated):
+    done = ready("run", "--engine", ready.engine, "--trainers", "3", "--gpus", "none", "--", "together.py", how)
+    assert done.returncode == 0, done.stderr
+    assert (WARNING.format(4) in done.stderr.splitlines()) == isolated
+    report = ready.report()
+    assert bool(report["isolated"]) == isolated
+    assert (min(report["exchanged_bytes"]) > 100_000) == (how == "sums"), report["exchanged_bytes"]
+
+
+def test_required_communication_must_fail_a_job_without_it(ready):
+    run = ("run", "--engine", ready.engine, "--trainers", "3", "--gpus", "none", "--require-communication")
+    done = ready(*run, "--", "together.py", "group")
+    assert done.returncode == 1
+    assert "(the workers exchanged no data (require_communication))" in done.stderr
+    assert "hint: call torch.distributed.init_process_group()" in done.stderr
+
+
+def test_the_documented_variables_must_be_those_that_are_set():
+    text = (ROOT / "docs" / "frameworks.md").read_text()
+    table = text[text.index("| variable |") : text.index("\n\n", text.index("| variable |"))]
+    assert {*re.findall(r"`([A-Z][A-Z_]+)`", table)} >= frameworks.NAMES
+
+
+def test_variables_for_the_cpu_must_be_set_only_without_gpus():
+    cpu, gpu = (frameworks.variables(4, 2, on_gpus=on_gpus) for on_gpus in (False, True))
+    assert cpu == gpu | {"ACCELERATE_USE_CPU": "true", "DS_ACCELERATOR": "cpu"}
+
+
+def test_a_single_worker_must_be_left_to_its_framework():
+    """It may use an accelerator of another kind."""
+    assert frameworks.variables(1, 1, on_gpus=False) == {}
+
+
+def test_a_job_must_be_able_to_set_them_itself(cli):
+    done = cli("plan", "--engine", "process", "--nodes", "2", "-e", "PL_TRAINER_DEVICES=auto", "probe.py")
+    assert done.returncode == 0, done.stderr
+    done = cli(
+        "run", "--engine", "process", "--gpus", "none", "--nodes", "2", "-e", "PL_TRAINER_DEVICES=auto", "probe.py"
+    )
+    env = json.loads(cli.log(1))["env"]
+    assert (env["PL_TRAINER_DEVICES"], env["PL_TRAINER_NUM_NODES"], env["ACCELERATE_USE_CPU"]) == ("auto", "2", "true")

@@ -1,0 +1,160 @@
+"""Workers that train alone, and GPUs that are not used, must be reported."""
+
+import dataclasses
+
+import pytest
+from support.plans import HERE, plan
+from support.scripted import Job
+
+from orchestrate.engines.recording import RecordingEngine
+from orchestrate.job.outcomes import Activity, JobResult, Outcome, Use, WorkerExit
+from orchestrate.job.report import text
+from orchestrate.job.spec import JobSpec
+from orchestrate.supervise.world import CHECK_AFTER, are_isolated
+
+ALONE = Use(exchanged=848, connected=3.0, sampled=5.0, gpu=False, torch=True)
+TOGETHER = dataclasses.replace(ALONE, exchanged=100_000)
+STRICT = JobSpec(trainers=2, grace=0.01, require_communication=True)
+
+
+@pytest.fixture
+def job(tmp_path, monkeypatch):
+    return Job(tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("uses", "isolated"),
+    [
+        ([ALONE, ALONE], True),
+        ([ALONE, TOGETHER], False),
+        ([TOGETHER, ALONE], True),  # rank 0 hosts the store, to which all connect
+        ([ALONE, dataclasses.replace(ALONE, exchanged=0, connected=0.0)], True),
+        ([ALONE, dataclasses.replace(ALONE, connected=0.5)], None),  # it may just have begun
+        ([ALONE, dataclasses.replace(ALONE, sampled=1.0)], None),
+        ([ALONE, None], None),
+        ([ALONE], None),
+        ([ALONE, dataclasses.replace(ALONE, exchanged=2048)], False),
+        ([ALONE, *[dataclasses.replace(ALONE, exchanged=6970)] * 15], True),  # 16 workers create a process group
+    ],
+)
+def test_workers_must_count_as_isolated_only_if_it_is_known(uses, isolated):
+    known = {rank: use for rank, use in enumerate(uses) if use}
+    assert are_isolated(known, len(uses), by_kernel=True) is isolated
+
+
+@pytest.mark.parametrize(("exchanged", "isolated"), [(0, True), (848, False)])
+def test_a_connection_must_be_enough_if_data_can_bypass_the_kernel(exchanged, isolated):
+    """NCCL uses NVLink, shared memory or RDMA."""
+    use = dataclasses.replace(ALONE, exchanged=exchanged, connected=float(exchanged))
+    assert are_isolated({0: use, 1: use}, 2, by_kernel=False) is isolated
+
+
+def ended(use: Use | None) -> list[WorkerExit]:
+    return [WorkerExit(rank, 0, use=use) for rank in range(3)]
+
+
+def test_isolated_workers_must_be_in_the_report_with_a_hint(job):
+    assert job.run(RecordingEngine([ended(ALONE)])) == JobResult(Outcome.SUCCEEDED, "finished")
+    (generation,) = job.supervisor.history.ended
+    assert generation.exchanged == {0: 848, 1: 848, 2: 848}
+    assert "init_process_group" in generation.isolated
+
+
+@pytest.mark.parametrize("use", [TOGETHER, None, dataclasses.replace(ALONE, torch=False)])
+def test_other_workers_must_not_be_in_the_report(job, use):
+    """A script without torch may well have nothing to exchange."""
+    assert job.run(RecordingEngine([ended(use)])) == JobResult(Outcome.SUCCEEDED, "finished")
+    assert job.supervisor.history.ended[0].isolated == ""
+
+
+@pytest.mark.parametrize(
+    ("use", "result"),
+    [
+        (TOGETHER, JobResult(Outcome.SUCCEEDED, "finished")),
+        (ALONE, JobResult(Outcome.FAILED, "the workers exchanged no data (require_communication)")),
+        (
+            dataclasses.replace(ALONE, exchanged=0, sampled=0.1),
+            JobResult(Outcome.FAILED, "it is unknown whether the workers exchanged data (require_communication)"),
+        ),
+        (dataclasses.replace(ALONE, connected=0.2), JobResult(Outcome.SUCCEEDED, "finished")),
+        (None, JobResult(Outcome.FAILED, "it is unknown whether the workers exchanged data (require_communication)")),
+    ],
+)
+def test_required_communication_must_be_proven(job, use, result):
+    assert job.run(RecordingEngine([ended(use)]), STRICT) == result
+
+
+def test_one_worker_must_need_no_communication(job):
+    spec = dataclasses.replace(STRICT, trainers=0)
+    engine = RecordingEngine([[WorkerExit(0, 0, use=ALONE)]])
+    assert job.run(engine, spec, plan(spec, HERE, "j", 29500)) == JobResult(Outcome.SUCCEEDED, "finished")
+
+
+def run_for(job, seconds: float, use: Use | None, gpus: tuple[str, ...] = (), late: float = 0.0) -> None:
+    """A job that runs for some seconds, whose workers start `late` seconds after it, and have used `use`."""
+    engine = RecordingEngine([*[[]] * int(10 * seconds), ended(use)])
+    start = job.clock.now
+
+    def activity() -> dict[int, Activity]:
+        now = use and dataclasses.replace(use, sampled=job.clock.now - start - late)
+        return {rank: Activity("R", 1.0, now) for rank in range(3)}
+
+    engine.activity = activity
+    spec = JobSpec(trainers=2, grace=0.01)
+    assert job.run(engine, spec, plan(spec, HERE.but(gpus=gpus), "j", 29500)).outcome == "succeeded"
+
+
+def test_isolated_workers_must_be_reported_once_while_they_run(job):
+    run_for(job, 5 * CHECK_AFTER, ALONE)
+    (event,) = job.noted("workers_isolated")
+    assert event["world_size"] == 3 and "init_process_group" in event["hint"]
+
+
+@pytest.mark.parametrize(("seconds", "times"), [(CHECK_AFTER + 80.0, 0), (CHECK_AFTER + 120.0, 1)])
+def test_a_minute_must_count_from_the_start_of_the_last_worker(job, seconds, times):
+    run_for(job, seconds, ALONE, late=100.0)
+    assert len(job.noted("workers_isolated")) == times
+
+
+def test_what_workers_have_used_must_survive_a_takeover(job):
+    engine = RecordingEngine([[WorkerExit(rank, 0, use=ALONE)] for rank in range(3)])
+    assert job.run(engine, STRICT).outcome == "failed"
+    assert [event["use"]["exchanged"] for event in job.noted("worker_ended")] == [848] * 3
+
+
+@pytest.mark.parametrize(
+    ("seconds", "use"), [(CHECK_AFTER / 2, ALONE), (2 * CHECK_AFTER, TOGETHER), (2 * CHECK_AFTER, None)]
+)
+def test_no_warning_must_be_given_before_a_minute_or_if_workers_communicate(job, seconds, use):
+    run_for(job, seconds, use)
+    assert job.noted("workers_isolated") == []
+
+
+@pytest.mark.parametrize(("used", "ranks"), [(False, [[0, 1, 2]]), (True, [])])
+def test_gpus_that_are_not_used_in_the_first_minute_must_be_reported(job, used, ranks):
+    run_for(job, 2 * CHECK_AFTER, dataclasses.replace(TOGETHER, gpu=used), gpus=("GPU-0", "GPU-1", "GPU-2"))
+    assert [event["ranks"] for event in job.noted("gpus_unused")] == ranks
+
+
+def test_a_job_on_the_cpu_must_not_be_asked_for_gpus(job):
+    run_for(job, 2 * CHECK_AFTER, TOGETHER)
+    assert job.noted("gpus_unused") == []
+
+
+def test_the_end_of_a_job_must_show_the_warning():
+    data = {
+        "outcome": "succeeded",
+        "world_size": 4,
+        "duration_s": 1.0,
+        "generations": 1,
+        "root_cause": None,
+        "failures": [],
+        "pace": [],
+        "left_behind": "",
+        "isolated": "call it",
+    }
+    assert text(data).splitlines()[1:] == [
+        "warning: the 4 workers exchanged no data: if they train, each trained its own model",
+        "hint: call it",
+    ]
+    assert len(text(data | {"isolated": ""}).splitlines()) == 1
