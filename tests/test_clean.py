@@ -131,7 +131,8 @@ WITHOUT_CAPABILITIES = (
 def test_a_process_that_a_node_may_not_kill_must_not_end_the_node(tmp_path):
     node = Waiting(tmp_path, before=WITHOUT_CAPABILITIES)  # like a node started by sudo
     code = (
-        "import os, signal\npid = os.fork()\nif pid == 0:\n    os.setsid()\n    os.setuid(65534)\n    signal.pause()\n"
+        "import os, signal\nready, done = os.pipe()\npid = os.fork()\nif pid == 0:\n    os.setsid()\n"
+        "    os.setuid(65534)\n    os.write(done, b'x')\n    signal.pause()\nos.read(ready, 1)\n"
     )
     assert node.run(0, f"{code}print(pid)") == 0
     pid = int(node.log(0))

@@ -157,9 +157,9 @@ def test_repeated_requests_of_a_scheduler_must_not_cut_the_grace_period_short(tm
         "import signal\nsignal.signal(15, lambda *_: print('stopping'))\nprint('ready')\nsignal.pause()\nprint('saved')"
     )
     node = start_node(tmp_path, code.replace("signal.pause()", "signal.pause(); signal.pause()"), NODE_PATIENT="1")
-    eventually(lambda: b"ready" in log(tmp_path))
+    eventually(lambda: b"ready\n" in log(tmp_path))
     node.send_signal(signal.SIGTERM)
-    eventually(lambda: b"stopping" in log(tmp_path))
+    eventually(lambda: b"stopping\n" in log(tmp_path))
     for _ in range(3):
         node.send_signal(signal.SIGTERM)
     os.kill(descendants(node.pid)[0], signal.SIGTERM)  # the worker ends, as it does once it has saved
