@@ -66,8 +66,8 @@ def pytest_terminal_summary(terminalreporter, config):
     """Print why GPU tests were skipped; with `--durations`, also how long each file's tests took."""
     skipped = collections.Counter(report.longrepr[2] for report in terminalreporter.stats.get("skipped (GPU)", ()))
     for reason, count in skipped.items():
-        pluralize = "1 GPU test was" if count == 1 else f"{count} GPU tests were"
-        terminalreporter.write_line(f"{pluralize} skipped: {reason.removeprefix('Skipped: ')}")
+        counted = "1 GPU test was" if count == 1 else f"{count} GPU tests were"
+        terminalreporter.write_line(f"{counted} skipped: {reason.removeprefix('Skipped: ')}")
     if config.option.durations is None:
         return
     seconds: dict[str, float] = {}

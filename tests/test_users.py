@@ -119,11 +119,11 @@ def test_only_the_folders_of_nodes_must_belong_to_their_user(tmp_path):
     paths = JobPaths(tmp_path / "a-1")
     spec = JobSpec(user="7:8")
     store.create(spec, plan(spec, HERE, "a-1", 29500), paths)
-    node_mounts = {paths.shared, *paths.shared.iterdir()}
-    assert {path.name for path in node_mounts} == {"job", "logs", "checkpoints"}
-    for path in (paths.root, *paths.root.iterdir(), *node_mounts):
+    owned_by_nodes = {paths.shared, *paths.shared.iterdir()}
+    assert {path.name for path in owned_by_nodes} == {"job", "logs", "checkpoints"}
+    for path in (paths.root, *paths.root.iterdir(), *owned_by_nodes):
         status = path.lstat()
-        assert (status.st_uid, status.st_gid) == ((7, 8) if path in node_mounts else (0, 0)), path
+        assert (status.st_uid, status.st_gid) == ((7, 8) if path in owned_by_nodes else (0, 0)), path
 
 
 @pytest.mark.docker
