@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 from conftest import ROOT
+from support.faults import OPTIONS
 
 from orchestrate.node import frameworks
 
@@ -57,18 +58,22 @@ def test_a_frameworks_script_must_train_one_model_and_resume_after_a_kill(script
 @pytest.mark.slow
 def test_a_script_whose_framework_does_not_see_the_job_must_be_warned_about(scripts, nothing_left):
     """As it was for each of them before: two models, and success."""
-    command = ("hf_trainer.py", "--epochs", "40")
+    (scripts.folder / "train.py").write_text(
+        "import time\nimport torch\nfrom accelerate import Accelerator\n"
+        "model = Accelerator().prepare(torch.nn.Linear(16, 16))\nend = time.monotonic() + 3\n"
+        "while time.monotonic() < end:\n    model(torch.randn(8, 16)).sum().backward()\n"
+    )
     run = ("run", "--engine", "process", "--trainers", "1", "-e", "ACCELERATE_USE_CPU=false")
-    done = scripts(*run, *command)
+    done = scripts(*run, "train.py")
     assert done.returncode == 0, done.stderr
     assert f"{WARNING.format(2)}\n" in done.stderr
-    assert "hint: use a Trainer or an Accelerator; on the CPU, leave ACCELERATE_USE_CPU to the job\n" in done.stderr
+    assert "hint: pass model, optimizer and data loaders to Accelerator.prepare(); on the CPU, leave" in done.stderr
     assert scripts.report()["isolated"]
 
 
 @pytest.mark.parametrize(("how", "isolated"), [("alone", True), ("group", True), ("sums", False)])
 def test_workers_that_exchange_no_data_must_be_reported_on_every_engine(ready, how, isolated):
-    done = ready("run", "--engine", ready.engine, "--trainers", "3", "--gpus", "none", "--", "together.py", how)
+    done = ready("run", "--engine", ready.engine, "--trainers", "3", *OPTIONS, "--", "together.py", how)
     assert done.returncode == 0, done.stderr
     assert (WARNING.format(4) in done.stderr.splitlines()) == isolated
     report = ready.report()
@@ -77,7 +82,7 @@ def test_workers_that_exchange_no_data_must_be_reported_on_every_engine(ready, h
 
 
 def test_required_communication_must_fail_a_job_without_it(ready):
-    run = ("run", "--engine", ready.engine, "--trainers", "3", "--gpus", "none", "--require-communication")
+    run = ("run", "--engine", ready.engine, "--trainers", "3", *OPTIONS, "--require-communication")
     done = ready(*run, "--", "together.py", "group")
     assert done.returncode == 1
     assert "(the workers exchanged no data (require_communication))" in done.stderr

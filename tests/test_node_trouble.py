@@ -59,7 +59,7 @@ def test_a_lost_node_must_be_recorded_once_under_its_first_worker(job):
     engine = troubled(job, (1, 60, "partition"), workers=6)
     assert job.run(engine, JobSpec(trainers=2, nproc_per_node=2, grace=3.0)).outcome == "succeeded"
     assert job.causes() == [(4, "partition")]
-    lost = {"rank": 4, "node": "trainer-2", "exit_code": 137, "stopping": False, "known": "partition"}
+    lost = {"rank": 4, "node": "trainer-2", "exit_code": 137, "stopping": False, "known": "partition", "use": None}
     assert [end for end in job.noted("worker_ended") if end.get("known")] == [lost]
 
 

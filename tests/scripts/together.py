@@ -9,9 +9,10 @@ import time
 import torch
 import torch.distributed as dist
 
-how, tensor, end = sys.argv[1], torch.ones(4096), time.monotonic() + 3
+how, tensor = sys.argv[1], torch.ones(4096)
 if how != "alone":
     dist.init_process_group("gloo")
+end = time.monotonic() + 3
 while True:
     done = torch.tensor([float(time.monotonic() > end)])
     if how == "sums":
