@@ -85,7 +85,7 @@ class Traffic:
         self.started = self.next_scan = 0.0
         self.scan_interval = SCAN_INTERVALS[0]
         self.files = 0  # open files that this sample may still read
-        self.took = 0.0  # seconds of the last sample
+        self.took = 0.0  # CPU seconds of the last sample
         self.failures = 0
         self.waiting = False
 
@@ -147,14 +147,14 @@ class Traffic:
         self.waiting = False
         if not self.pids():
             return
-        began = time.monotonic()
+        began = time.process_time()
         try:
             self.sample()
         except (OSError, ValueError, struct.error):
             self.failures += 1
             if not self.workers and self.failures >= MAX_FAILURES:  # this system does not report connections
                 return
-        self.took = time.monotonic() - began
+        self.took = time.process_time() - began
         self._wait()
 
     def _unknown(self, found: Iterable[Connection]) -> bool:
