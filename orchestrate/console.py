@@ -6,6 +6,7 @@ import contextlib
 import errno
 import io
 import os
+import queue
 import re
 import shutil
 import stat
@@ -13,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TextIO
+from typing import Protocol, TextIO
 
 COMMANDS, MODULE = ("orchestrate", "torch-orchestrate"), "python -m orchestrate"
 READER_LEFT = (errno.EPIPE, errno.EIO)  # a closed pipe, a closed terminal
@@ -31,6 +32,8 @@ ANNOUNCE_AFTER = 3.0  # seconds after which the current phase is printed as a li
 PROGRESS_INTERVAL = 10.0  # seconds between two progress lines
 _failures: list[OSError] = []  # errors that lost output, except READER_LEFT
 
+_later: queue.SimpleQueue[str] = queue.SimpleQueue()  # safe in a signal handler, unlike printing
+
 
 class _Status:
     """The current phase, as shown on the last line of a terminal."""
@@ -41,6 +44,19 @@ class _Status:
 
 
 _status, _lock = _Status(), threading.RLock()
+
+
+class Picture(Protocol):
+    """A picture of the job at the bottom of the terminal."""
+
+    def above(self, line: str) -> None:
+        """Print a line above it."""
+
+    def phase(self, text: str) -> None:
+        """Show what is in progress; an empty text ends the phase."""
+
+
+_picture: Picture | None = None
 
 
 class Closed(Exception):
@@ -68,11 +84,21 @@ def prepare() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
+def attach(picture: Picture | None) -> None:
+    """Show a picture below everything that is printed on the terminal from now on; None ends that."""
+    global _picture
+    if picture:
+        phase("")
+    _picture = picture
+
+
 def phase(text: str) -> None:
     """Show what is in progress; an empty text ends the phase.
 
     A terminal shows it immediately, as a last line that is replaced. Otherwise, it is printed if it takes long.
     """
+    if _picture:
+        return _picture.phase(text)
     if not _lock.acquire(timeout=1):  # another thread is blocked in a write to a reader that does not read
         return
     try:
@@ -83,7 +109,7 @@ def phase(text: str) -> None:
         _erase()
         _status.text, _status.timer = text, None
         _draw()
-        if text and not _replaces(sys.stderr):
+        if text and not replaces(sys.stderr):
             _status.timer = threading.Timer(ANNOUNCE_AFTER, _announce, [text])
             _status.timer.daemon = True
             _status.timer.start()
@@ -103,7 +129,9 @@ def during(text: str) -> Iterator[None]:
 
 def progress(text: str, show: Callable[[str], None]) -> None:
     """Show a worker's progress bar as the last line of a terminal; otherwise pass it to `show` at intervals."""
-    if _replaces(sys.stderr):
+    if _picture:  # it has the bars of all workers
+        return
+    if replaces(sys.stderr):
         phase(text)
     elif text and time.monotonic() > _status.shown + PROGRESS_INTERVAL:
         _status.shown = time.monotonic()
@@ -115,7 +143,7 @@ def _announce(text: str) -> None:
         print_message(text)
 
 
-def _replaces(stream: TextIO | None) -> bool:
+def replaces(stream: TextIO | None) -> bool:
     """Whether the last line can be replaced: not if stdout goes to a pipe, whose reader may write to the terminal."""
     with contextlib.suppress(ValueError, OSError, AttributeError):  # a stream is closed or missing
         alone = sys.stdout is None or not stat.S_ISFIFO(os.fstat(sys.stdout.fileno()).st_mode)
@@ -124,14 +152,14 @@ def _replaces(stream: TextIO | None) -> bool:
 
 
 def _erase() -> None:
-    if _status.text and _replaces(sys.stderr):
+    if _status.text and replaces(sys.stderr):
         with contextlib.suppress(OSError):
             sys.stderr.write("\r\x1b[K")
             sys.stderr.flush()
 
 
 def _draw() -> None:
-    if _status.text and _replaces(sys.stderr):
+    if _status.text and replaces(sys.stderr):
         width = shutil.get_terminal_size().columns
         with contextlib.suppress(OSError):
             sys.stderr.write(clean(_status.text).replace("\n", " ").replace("\t", " ")[: width - 1])
@@ -151,6 +179,17 @@ def print_message(message: object) -> None:
         _flush(sys.stderr)
     except OSError as error:
         _discard(2, error)
+
+
+def print_later(message: str) -> None:
+    """Print a message to stderr from the thread of `print_queued`; can be called in a signal handler."""
+    _later.put(message)
+
+
+def print_queued() -> None:
+    """Print the messages of `print_later`, forever: the target of a daemon thread."""
+    while True:
+        print_message(_later.get())
 
 
 def out(line: object) -> None:
@@ -192,6 +231,9 @@ def stream(line: object) -> None:
 def finish() -> OSError | None:
     """Flush all output; return the first error that lost output since the last call."""
     phase("")
+    with contextlib.suppress(queue.Empty):
+        while True:
+            print_message(_later.get_nowait())
     with contextlib.suppress(Closed):
         flush()
     failure = _failures[0] if _failures else None
@@ -211,7 +253,9 @@ def _output() -> Iterator[None]:
 def _print(stream: TextIO | None, line: object) -> None:
     if stream is None:  # closed at start
         return
-    if not (_status.text and _replaces(stream)):
+    if _picture and stream.isatty():
+        return _picture.above(clean(str(line)))
+    if not (_status.text and replaces(stream)):
         stream.write(f"{clean(str(line))}\n")  # one write, since another thread may print
         return
     with _lock:

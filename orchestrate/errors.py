@@ -4,6 +4,8 @@ OrchestrateError          1
 ├── UsageError            2   invalid command line or job file
 ├── EngineError           3   the engine does not respond, or refuses a request
 │   └── EngineLost        3   the engine does not respond at all
+├── StorageError          3   the object store refuses a request, or has no intact copy
+│   └── StorageLost       3   the object store does not respond; it may come back
 └── ResourceError         4   the engine answers, but something is missing: an image, GPUs, Compose
 """
 
@@ -40,6 +42,16 @@ class EngineError(OrchestrateError):
 
 class EngineLost(EngineError):
     """The engine does not respond at all; it may come back."""
+
+
+class StorageError(OrchestrateError):
+    """The object store refuses a request, or holds no intact copy of the files."""
+
+    exit_code = 3
+
+
+class StorageLost(StorageError):
+    """The object store does not respond, or fails; it may come back."""
 
 
 class ResourceError(OrchestrateError):

@@ -27,6 +27,7 @@ pytest_plugins = [
     "support.joining",
     "support.on_gpus",
     "support.agents",
+    "support.object_stores",
 ]  # fixtures of engines and nodes
 if importlib.util.find_spec("docker"):  # tests on GPUs need no SDK
     pytest_plugins += ["support.answers", "support.manager_stub"]
@@ -189,8 +190,9 @@ def nothing_left(tmp_path):
 def state(tmp_path_factory):
     """The folder for job records of tests, instead of the user's own."""
     os.environ["XDG_STATE_HOME"] = str(folder := tmp_path_factory.mktemp("state"))
+    os.environ["XDG_CONFIG_HOME"] = str(folder / "config")  # without defaults of the user
     yield folder
-    del os.environ["XDG_STATE_HOME"]
+    del os.environ["XDG_STATE_HOME"], os.environ["XDG_CONFIG_HOME"]
 
 
 @pytest.fixture(autouse=True)
@@ -282,7 +284,8 @@ class Cli:
 
     def finish_jobs(self) -> None:
         """Make all jobs from this folder that run `count.py until-asked` finish."""
-        (self.folder / "finish").touch()
+        for folder in self.folder.glob("runs/*/job"):
+            (folder / "finish").touch()
 
     def run_dir(self) -> Path:
         """The run directory of the only job."""

@@ -12,7 +12,7 @@ from orchestrate.cli.main import main
 from orchestrate.engines import choice
 from orchestrate.engines.docker.address import SOCKET, TLS, address
 from orchestrate.errors import EngineError
-from orchestrate.job.spec import resolve
+from orchestrate.job.layers import resolve
 
 NAMES = ("DOCKER_HOST", "DOCKER_CONTEXT")
 

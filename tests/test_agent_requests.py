@@ -247,7 +247,8 @@ def test_workers_started_after_a_node_was_cut_off_must_not_be_reported_as_cut_of
     channel: Any = SimpleNamespace(send=messages.append)
     node.channels.append(channel)
     for generation in range(2):
-        node.start(["script.py"], {"RANK": "0", "TORCHELASTIC_RESTART_COUNT": str(generation)}, None)
+        env = {"RANK": "0", "TORCHELASTIC_RESTART_COUNT": str(generation)}
+        node.start(protocol.Start(["script.py"], env, inherit=False), env)
         if generation == 0:
             node.cut_off()
         callbacks[generation](1)

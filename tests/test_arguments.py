@@ -7,7 +7,7 @@ from orchestrate.cli.arguments import parse
 from orchestrate.cli.main import main
 from orchestrate.errors import UsageError
 from orchestrate.job import command, store
-from orchestrate.job.spec import resolve
+from orchestrate.job.layers import resolve
 from orchestrate.supervise import launch
 
 SCRIPT = ["train.py", "--lr", "0.1"]
@@ -156,7 +156,7 @@ def test_a_variable_must_come_from_the_flag_or_from_the_shell(do, engine, runs, 
     assert (spec.env, spec.memory, spec.cpus) == ({"HERE": "of the shell", "A": "b=c", "NONE": ""}, "2g", 1.5)
     assert do("plan", "-e", "NOWHERE")[2] == [
         "error: environment variable 'NOWHERE' is not set in this shell",
-        "hint: use --env NAME=VALUE",
+        "hint: export NOWHERE, or use --env NAME=VALUE",
     ]
 
 
@@ -232,6 +232,7 @@ def here(tmp_path, monkeypatch):
         ("{here}/go", "./go"),
         ("bash go", "bash go"),
         ("bash -c go", "bash -c go"),
+        ("accelerate launch --machine_rank 0 a.py", "accelerate launch --machine_rank 0 a.py"),
         ("bash /image/go", "bash /image/go"),
         ("seq 2", "seq 2"),  # as a shell would run it
         ("./seq 2", "./seq 2"),
@@ -249,6 +250,7 @@ def test_a_program_must_be_found_in_the_folder_or_left_to_the_image(here, argume
         ("./none", "does not exist"),
         ("./folder", "is a folder"),
         ("bash none.sh a", "the script none.sh does not exist"),
+        ("accelerate launch a.py", "accelerate launch starts workers of its own"),
         ("''", "name is empty"),
     ],
 )

@@ -19,8 +19,9 @@ from support.scripted import ALL_WELL, KILLED
 
 from orchestrate import __version__, errors
 from orchestrate.cli import commands
-from orchestrate.cli.arguments import EXITS, EXPORTS
 from orchestrate.cli.main import main
+from orchestrate.cli.options import EXITS
+from orchestrate.cli.parser import EXPORTS
 from orchestrate.engines import choice
 from orchestrate.engines.base import JobState
 from orchestrate.errors import EngineError, EngineLost, OrchestrateError, ResourceError, UsageError
@@ -28,7 +29,7 @@ from orchestrate.export.kubernetes import kubernetes
 from orchestrate.export.slurm import slurm
 from orchestrate.files.paths import JobPaths
 from orchestrate.job import store
-from orchestrate.job.spec import resolve
+from orchestrate.job.layers import resolve
 from orchestrate.supervise.generation import BY_MAX_RUN, BY_USER
 
 APP = ("--gpus", "none", "--", "-m", "app.train")
@@ -255,23 +256,29 @@ def test_an_unknown_form_must_be_answered_with_the_available_forms(capsys):
 RUNS = ["--runs"]
 FLAGS = ["--trainers", "--gpus", "--nproc-per-node", "--engine", "--image", "--name", "--max-run", "--max-restarts"]
 FLAGS += ["--min-trainers", "--spares", "--set", "--nodes", "--memory", "--cpus", "--env", "--require-communication"]
+FLAGS += ["--dockerfile", "--pip", "--requirements", "--data", "--mount", "--checkpoints"]
+FLAGS += ["--output", "--keep", "--source", "--secret", "--isolated", "--stdin", "--on-event"]
 
 
 @pytest.mark.parametrize(
     ("command", "flags"),
     [
-        ("run", [*FLAGS, *RUNS, "--dry-run", "--detach", "--print-path", "--json"]),
-        ("plan", [*FLAGS, *RUNS]),
+        ("run", [*FLAGS, *RUNS, "--dry-run", "--detach", "--print-path", "--json", "--progress", "--resume"]),
+        ("plan", [*FLAGS, *RUNS, "--json"]),
         ("up", [*FLAGS, *RUNS]),
         ("doctor", FLAGS),
         ("export kubernetes", [*FLAGS, "--form"]),
         ("export slurm", [*FLAGS, "--form"]),
         ("export compose", FLAGS),
         ("down", [*RUNS, "--dry-run"]),
-        ("ps", RUNS),
+        ("ps", [*RUNS, "--all", "--json"]),
+        ("events", [*RUNS, "--follow"]),
+        ("prune", [*RUNS, "--older-than", "--caches", "--dry-run"]),
+        ("report", RUNS),
+        ("resume", [*RUNS, "--print-path", "--json", "--progress"]),
         ("schema", []),
-        ("logs", [*RUNS, "--rank", "--follow"]),
-        ("attach", [*RUNS, "--print-path", "--json"]),
+        ("logs", [*RUNS, "--rank", "--ranks", "--tail", "--grep", "--follow"]),
+        ("attach", [*RUNS, "--print-path", "--json", "--progress"]),
         ("wait", RUNS),
         ("stop", [*RUNS, "--dry-run"]),
         ("rm", [*RUNS, "--dry-run"]),

@@ -37,7 +37,7 @@ class Cluster:
 
     def state(self) -> str:
         (state,) = [row[3] for row in self.cli.ps() if row[0] == self.name]
-        return state
+        return state.partition(",")[0]
 
     def fits(self, done: subprocess.CompletedProcess[str]) -> bool:
         assert done.returncode == 0, done.stderr

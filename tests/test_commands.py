@@ -188,6 +188,12 @@ def test_logs_must_show_what_was_written_just_before_the_end(do, paths, monkeypa
     assert do("logs", "a-1", "--rank", "0")[0] == 0
 
 
+def test_logs_of_a_rank_without_output_must_say_so(do, paths):
+    end(paths)
+    assert do("logs", "a-1", "--rank", "0") == (0, [], ["no output of rank 0"])
+    assert do("logs", "a-1") == (0, [], ["no output of any rank"])
+
+
 def test_logs_must_follow_only_on_request_and_only_until_the_job_ends(do, paths, monkeypatch):
     paths.log(0).write_text("one\ntw")
     with supervised(paths.root):
@@ -276,7 +282,9 @@ def test_ps_must_show_running_idle_and_unsupervised_jobs(do, engine, tmp_path):
         ["on-used", "docker", "3"],
         ["new", "docker", "0"],
     ]
-    for row, state in zip(rows[1:], ["no supervisor", "running", "idle", "in use", "running on used", "running"]):
+    for row, state in zip(
+        rows[1:], ["no supervisor", "running", "idle, holds 3 MiB", "in use", "running on used", "running"]
+    ):
         assert row[3].startswith(f"{state} ") and row[3].endswith(str(tmp_path / row[0]))
 
 

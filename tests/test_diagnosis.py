@@ -1,7 +1,6 @@
 """The worker to blame must be the one that failed, not peers that complain, and its cause must be named correctly."""
 
 import dataclasses
-import sys
 
 import pytest
 from support.plans import HERE, plan
@@ -271,11 +270,16 @@ def test_a_cause_must_come_with_a_summary_and_a_hint(code, known, lines, cause, 
     [
         (1, "", ["ModuleNotFoundError: No module named 'a.b_c'"], "a.b_c is neither in your folder nor in the image"),
         (1, "", ["/usr/bin/python: No module named nonesuch"], "nonesuch is neither in your folder nor in the image"),
+        (1, "", ["ModuleNotFoundError: No module named 'lightning'"], "install it with --pip lightning"),
+        (1, "", ["ModuleNotFoundError: No module named 'cv2'"], "install it with --pip opencv-python-headless"),
+        (1, "", ["ModuleNotFoundError: No module named 'a.b_c'"], "install it with --pip or --requirements"),
+        (1, "", ["ModuleNotFoundError: Requirement 'requests>=2' not met. HINT: x"], "install it with --pip requests"),
+        (1, "", ["RuntimeError: To use Fabric, you must call `.launch()` or use the CLI"], "-e LT_CLI_USED=1"),
         (2, "", ["python: can't open file '/workspace/x.py'"], "in the folder in which you started the job"),
         (2, "", ["python: can't open file '/workspace/x.py': [Errno 13] Permission denied"], "chmod a+r"),
         (1, "", ["[rank0]: bdb.BdbQuit"], "breakpoint()"),
         (2, "", ["train.py: error: unrecognized arguments: --gpus none"], "before the script"),
-        (2, "", ["train.py: error: unrecognized arguments: --gpus-per-node 2"], "see the script's --help"),
+        (2, "", ["train.py: error: unrecognized arguments: --gpus-per-node 2"], "see the script's --help; if"),
         (
             1,
             "",
@@ -287,7 +291,7 @@ def test_a_cause_must_come_with_a_summary_and_a_hint(code, known, lines, cause, 
         (135, "", [], "shm_size"),
         (1, "", ["DataLoader worker (pid 9) is killed by signal: Bus error."], "shm_size"),
         (1, "", ["DataLoader worker (pid 9) is killed by signal: Killed."], "DataLoader workers"),
-        (1, "", ["OSError: [Errno 30] Read-only file system: 'x'"], "your folder is read-only in nodes"),
+        (1, "", ["OSError: [Errno 30] Read-only file system: 'x'"], "workers can write to $JOB_DIR, /tmp and"),
         (
             1,
             "",
@@ -320,7 +324,12 @@ def test_a_hint_must_say_what_to_do(code, known, lines, hint):
 @pytest.mark.parametrize(
     ("code", "known", "lines", "hint"),
     [
-        (1, "", ["ModuleNotFoundError: No module named 'a.b_c'"], f"{sys.executable} -m pip install a.b_c"),
+        (
+            1,
+            "",
+            ["ModuleNotFoundError: No module named 'a.b_c'"],
+            "a.b_c is neither in your folder nor installed",
+        ),
         (1, "", ["OSError: [Errno 30] Read-only file system: 'x'"], "workers run as your user"),
         (1, "", ["[rank1]: FileNotFoundError: [Errno 2] No such file or directory: 'a'"], "paths are relative to"),
         (127, "", ["[node] rank 0 did not start: No such file or directory: x"], "PATH"),

@@ -16,7 +16,8 @@ from orchestrate.export import carries_node, shape
 from orchestrate.export.kubernetes import kubernetes
 from orchestrate.export.slurm import slurm
 from orchestrate.job import users
-from orchestrate.job.spec import JobSpec, read_file, resolve
+from orchestrate.job.layers import read_file, resolve
+from orchestrate.job.spec import JobSpec
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,8 @@ from orchestrate.export import compose as export_compose
 from orchestrate.export.compose import compose
 from orchestrate.files.paths import PACKAGE
 from orchestrate.job import owners, users
-from orchestrate.job.spec import JobSpec, resolve
+from orchestrate.job.layers import resolve
+from orchestrate.job.spec import JobSpec
 
 COMMAND = ["train.py", "--text", "$A ${B:-c}"]
 NODES = ("master", "trainer")

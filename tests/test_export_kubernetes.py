@@ -16,7 +16,7 @@ from kubeflow_trainer_api import models
 
 from orchestrate.errors import UsageError
 from orchestrate.export.kubernetes import kubernetes
-from orchestrate.job.spec import resolve
+from orchestrate.job.layers import resolve
 
 SPEC: dict[str, Any] = {
     "trainers": 2,

@@ -15,7 +15,7 @@ from orchestrate.errors import UsageError
 from orchestrate.export import document, shape
 from orchestrate.export.compose import compose
 from orchestrate.export.kubernetes import kubernetes
-from orchestrate.job.spec import resolve
+from orchestrate.job.layers import resolve
 
 TEXTS = odd(300)
 ENV = {f"ODD_{number}": text for number, text in enumerate(TEXTS)}

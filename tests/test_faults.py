@@ -85,10 +85,11 @@ def test_a_job_whose_nodes_are_removed_repeatedly_must_end(cli, docker_engine, n
 def test_a_job_taken_down_with_compose_must_come_back(cli, docker_engine, nothing_left):
     job = Background(cli, "docker", "--", "count.py", "until-asked")
     job.until_step(15, rank=2)
+    # "down" fails if the job is back before it has removed the network: generation 2 shows that it stopped nodes.
     subprocess.run(
         ["docker", "compose", "--project-name", cli.run_dir().name, "down", "--timeout", "1"],
         cwd=cli.env["PYTHONPATH"],
-        check=True,
+        check=False,
         capture_output=True,
     )
     job.until("generation_started", 2)
@@ -215,7 +216,7 @@ def test_a_job_must_wait_for_a_paused_node(cli, docker_engine, nothing_left):
     assert not job.events("worker_ended")
     cli.finish_jobs()
     eventually(lambda: len(job.events("worker_ended")) == 2)  # the other workers do not wait for it
-    (ready_to_end := cli.folder / "finish").unlink()  # the paused worker has not seen it yet
+    (ready_to_end := cli.run_dir() / "job" / "finish").unlink()  # the paused worker has not seen it yet
     docker("unpause", job.node("trainer-1"))
     job.until("node_well")
     ready_to_end.touch()

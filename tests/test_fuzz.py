@@ -12,13 +12,13 @@ from support.commanded import Commands, Whole, create
 from support.ends import KEY, End, greeted
 from support.scripted import ALL_WELL
 
-from orchestrate.cli.arguments import FLAGS as OPTIONS
+from orchestrate.cli.options import FLAGS as OPTIONS
 from orchestrate.engines.connection import NodeConnection
 from orchestrate.errors import OrchestrateError, UsageError
 from orchestrate.files import records
 from orchestrate.files.lines import Lines
 from orchestrate.files.paths import JobPaths
-from orchestrate.job import events, report, spec, store
+from orchestrate.job import events, layers, report, spec, store
 from orchestrate.job.events import to_line
 from orchestrate.job.logs import clean, last_lines
 from orchestrate.job.outcomes import Outcome
@@ -274,13 +274,13 @@ def test_a_job_file_must_be_accepted_or_refused(tmp_path_factory, content):
     path = tmp_path_factory.mktemp("file") / "job.yaml"
     path.write_bytes(content)
     try:
-        resolved = spec.resolve(spec.read_file(path))
+        resolved = layers.resolve(layers.read_file(path))
     except UsageError as error:
         assert str(error)
     else:
         again = path.with_name("again.yaml")
         again.write_text(resolved.to_yaml())
-        assert spec.resolve(spec.read_file(again)) == resolved
+        assert layers.resolve(layers.read_file(again)) == resolved
 
 
 @bounded
@@ -293,7 +293,7 @@ def test_a_job_file_must_be_accepted_or_refused(tmp_path_factory, content):
 @example("optional", [[]])
 def test_a_value_must_be_accepted_or_refused_with_its_key(key, value):
     try:
-        resolved = spec.resolve({key: value})
+        resolved = layers.resolve({key: value})
     except UsageError as error:
         assert repr(key) in str(error) or key.split(".")[0] in str(error)
     else:

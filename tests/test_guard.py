@@ -280,7 +280,7 @@ def test_names_must_be_resolved_by_a_name_server_on_this_machine(names, tmp_path
     options = ("--network", network, "--dns", names, "--cap-drop", "ALL", "--label", label)
     node = docker("run", "--detach", *options, "--entrypoint", "sleep", IMAGE, "1000").strip()
     daemon = Daemon()
-    helpers = guard.Guard(daemon, network, tmp_path)
+    helpers = guard.Guard(daemon, network, tmp_path, [])
     try:
         nodes = dict(zip(["master"], daemon.containers(label)))
         helpers.begin(nodes.values())

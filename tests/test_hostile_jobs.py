@@ -21,7 +21,7 @@ CANARY = "a-secret-of-another-job"
 LOOKS = """
 import json, os, subprocess, sys
 found = {}
-for folder, _, names in os.walk("/workspace"):
+for folder, _, names in [*os.walk("/workspace"), *os.walk("/job/work")]:
     for name in names:
         try:
             found[os.path.join(folder, name)] = open(os.path.join(folder, name)).read()
@@ -103,8 +103,11 @@ def test_a_node_must_not_see_runs_git_or_ignored_files_in_the_code_folder(cli, d
     seen = found(log)
     names = {os.path.relpath(name, "/workspace"): content for name, content in seen["files"].items()}
     assert (names["kept.txt"], names["x/runs/a"], names[".env"]) == ("kept", "kept", "")
+    copied = {os.path.relpath(name, "/job/work"): content for name, content in seen["files"].items()}
+    assert (copied["kept.txt"], copied["x/runs/a"]) == ("kept", "kept")
+    assert not {".env", "keys/a/b"} & copied.keys()
     assert not any(name.startswith(("runs/", ".git/", "keys/")) for name in names)
-    assert seen["job"] == ["checkpoints", "generation", "logs"] and len(seen["sockets"]) == 1
+    assert seen["job"] == ["checkpoints", "generation", "logs", "work"] and len(seen["sockets"]) == 1
     assert "job.yaml" not in seen["up"] and "plan.json" not in seen["up"]
 
 
@@ -230,7 +233,8 @@ def test_a_job_must_not_find_secrets_or_keys_of_other_jobs_wherever_they_are(cli
     stays = "import signal\nsignal.signal(15, lambda *_: exit(0))\nprint('stays', flush=True)\nsignal.pause()\n"
     (cli.folder / "stays.py").write_text(stays)
     (cli.folder / "looks.py").write_text(
-        f"import os, time\nprint('began', flush=True)\nwhile not os.path.exists('finish'): time.sleep(0.02)\n{LOOKS}"
+        "import os, time\nprint('began', flush=True)\n"
+        f"while not os.path.exists('/job/finish'):\n    time.sleep(0.02)\n{LOOKS}"
     )
     same = ("--set", "user=root") if os.geteuid() == 0 else ()  # the user who owns those files
     runs_folder = cli.folder.with_name(f"{cli.folder.name}-away")
@@ -244,7 +248,7 @@ def test_a_job_must_not_find_secrets_or_keys_of_other_jobs_wherever_they_are(cli
             assert done.returncode == 0, done.stderr
         runs = eventually(lambda: len(found := [*cli.folder.glob("**/runs/stays-*")]) == 2 and found)
         keys = [json.loads(path.read_text())["key"] for path in cli.folder.glob("state/orchestrate/*.json")]
-        cli.finish_jobs()
+        next(runs_folder.glob("*/job")).joinpath("finish").touch()
         output = process.communicate()
         assert process.returncode == 0, output
         (log,) = runs_folder.glob("*/logs/rank-0.log")

@@ -52,7 +52,7 @@ def spec(**more: Any) -> JobSpec:
 def inventory(daemon: Daemon, requested: JobSpec, run: Path, runs: bool) -> Site:
     """The resources of the engine for a job that runs, or that is only planned."""
     if runs:
-        image.prepare(daemon, requested)
+        image.prepare(daemon, requested, Path("run"))
     return Site(*image.inventory(daemon, requested, run, runs))
 
 
@@ -112,7 +112,7 @@ def test_each_check_must_be_announced_before_it_starts(answers, daemon, tmp_path
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     monkeypatch.setattr(probe, "python", PYTHON)
     monkeypatch.setattr(probe, "gpu_problem", GPU_PROBLEM)
-    monkeypatch.setattr(probe, "_id", lambda *_: "an-id")
+    monkeypatch.setattr(probe, "image_id", lambda *_: "an-id")
     monkeypatch.setattr(
         probe, "_run", lambda *arguments, **_: ("works" if check_cache.CUDA in arguments[3] else "3 12", "")
     )

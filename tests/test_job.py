@@ -28,6 +28,7 @@ from orchestrate.job.outcomes import WorkerExit
 from orchestrate.job.recorder import objects
 from orchestrate.job.spec import JobSpec
 from orchestrate.supervise import launch
+from orchestrate.view.screen import Screen
 
 SPEC = JobSpec(trainers=2, grace=0.01, command=("-m", "app.train"))
 
@@ -173,7 +174,9 @@ def test_an_invalid_report_must_not_count_as_the_end_of_a_job(paths, text):
 def test_a_replaced_file_must_be_refused(paths, name):
     create(paths)
     path = paths.root / name
-    path.write_text(path.read_text().replace("docker", "process").replace("trainers: 2", "trainers: 1") + "\n")
+    path.write_text(
+        path.read_text().replace("engine: docker", "engine: process").replace("trainers: 2", "trainers: 1") + "\n"
+    )
     with pytest.raises(UsageError, match=f"{name} has been changed"):
         store.load(paths)
 
@@ -416,7 +419,7 @@ def test_worker_output_must_be_shown_before_a_later_message_of_ours(paths):
         release.set()
 
     follower = Follower(paths, {0: ""})
-    with launch._following(follower, show, show) as act:
+    with launch._following(follower, show, show, Screen()) as act:
         paths.log(0).write_text("of a worker\n")
         act(lambda: show("ours"))
         act(lambda: show("ours again"))

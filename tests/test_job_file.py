@@ -6,7 +6,8 @@ import re
 import pytest
 
 from orchestrate.errors import UsageError
-from orchestrate.job.spec import JobSpec, read_file, read_set, resolve
+from orchestrate.job.layers import read_file, read_set, resolve
+from orchestrate.job.spec import JobSpec
 from orchestrate.job.strict_yaml import MAX_FILE
 
 DIGITS = "9" * 5000

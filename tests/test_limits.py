@@ -8,9 +8,10 @@ from support.plans import HERE, plan, with_gpus
 from orchestrate.cli.cluster import Cluster
 from orchestrate.errors import UsageError
 from orchestrate.files.paths import JobPaths
+from orchestrate.job.layers import resolve
 from orchestrate.job.limits import limits, parse_size
 from orchestrate.job.plan import read_plan
-from orchestrate.job.spec import JobSpec, resolve
+from orchestrate.job.spec import JobSpec
 from orchestrate.job.users import nodes_of
 
 MB, GB = 1 << 20, 1 << 30
@@ -66,7 +67,7 @@ def test_the_plan_must_show_the_memory_of_each_node():
     assert shared.limits == limits(None, 64 * GB, 4)
     second = str(shared).splitlines()[1]
     assert second.endswith("master at master:29500, 2 threads per worker, 14.4 GiB of memory per node")
-    for limit, size in (("512m", "512 MiB"), ("4g", "4 GiB"), ("1100m", "1.1 GiB"), ("64k", "0.1 MiB")):
+    for limit, size in (("512m", "512 MiB"), ("4g", "4 GiB"), ("1100m", "1.1 GiB"), ("64k", "64 KiB")):
         assert f", {size} of memory per node\n" in str(plan(JobSpec(memory=limit), MACHINE, "a-1"))
     for spec, site in ((JobSpec(), HERE), (JobSpec(memory="unlimited"), MACHINE)):
         assert "memory" not in str(plan(spec, site, "a-1"))

@@ -117,7 +117,7 @@ def test_each_log_must_be_skipped_to_its_last_lines(tmp_path):
     paths.log(0).write_bytes(b"a" * 5000 + b"\nlast\n")  # longer than the part that is shown
     paths.log(1).write_bytes(b"whole\n")
     follower = Follower(paths, {0: "0 ", 1: "1 ", 2: "2 "})
-    follower.skip()
+    follower.skip(4096)
     assert list(follower.lines()) == ["0 last", "1 whole"]
     paths.log(2).write_bytes(b"late\n")  # a log that did not exist yet
     assert list(follower.lines()) == ["2 late"]

@@ -42,11 +42,13 @@ def changes(files: Files, folder: Path, **have: int) -> protocol.Changes:
 def test_uploaded_files_must_not_be_reported_until_they_change(job):
     files = Files()
     put(files, job, one="1", two="2", three="3")
-    assert changes(files, job) == protocol.Changes({}, {}, {"link": "not/there"}, [])
+    assert changes(files, job) == protocol.Changes({}, {}, {}, [])
     (job / "one").write_text("changed")
     (job / "two").unlink()
+    (job / "link").unlink()
+    (job / "link").symlink_to("one")
     found = changes(files, job)
-    assert (list(found.files), found.gone) == (["one"], ["two"])
+    assert (list(found.files), found.gone, found.links) == (["one"], ["two"], {"link": "one"})
     assert found.files["one"][0] == 7
 
 
@@ -65,14 +67,17 @@ def test_uploads_to_another_folder_must_not_count(job, tmp_path):
     assert changes(files, near).gone == ["one"]
 
 
-def test_an_upload_must_replace_everything_but_logs(job):
+def test_an_upload_must_replace_everything_but_logs_and_the_working_directory(job):
+    (job / "work").mkdir()
+    (job / "work" / "mine").write_text("written here")
     (job / "logs" / "rank-0.log").write_text("so far")
     (job / "step-1").mkdir()
     (job / "step-1" / "state.pt").touch()
     (job / "last").symlink_to("step-1")
     (job / "away").symlink_to("logs")
     put(Files(), job, state="new")
-    assert {path.name for path in job.iterdir()} == {"logs", "state", "link"}
+    assert {path.name for path in job.iterdir()} == {"logs", "work", "state", "link"}
+    assert (job / "work" / "mine").read_text() == "written here"
     assert (job / "logs" / "rank-0.log").read_text() == "so far"
 
 

@@ -14,7 +14,7 @@ import pytest
 from support.commanded import create, supervised
 from test_commands import end, runs_elsewhere
 
-from orchestrate.cli.arguments import JOB_COMMANDS
+from orchestrate.cli.options import JOB_COMMANDS
 from orchestrate.errors import UsageError
 from orchestrate.files.paths import JobPaths
 from orchestrate.job import owners, users

@@ -9,9 +9,10 @@ from orchestrate.engines.recording import RecordingEngine
 from orchestrate.errors import UsageError
 from orchestrate.files import bounded
 from orchestrate.job import patterns
+from orchestrate.job.layers import resolve
 from orchestrate.job.outcomes import JobResult, Outcome
 from orchestrate.job.patterns import Patterns
-from orchestrate.job.spec import JobSpec, resolve
+from orchestrate.job.spec import JobSpec
 
 EVIL, LOG = "(a+)+$", "a" * 100 + "!"  # 2^100 ways to match it
 RULE = {"log": EVIL, "action": "fail"}

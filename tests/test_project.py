@@ -2,7 +2,6 @@
 
 import os
 import re
-import shlex
 import subprocess
 from pathlib import Path
 
@@ -161,19 +160,37 @@ def test_each_locked_package_must_have_hashes_and_no_index_url():
     assert not re.search(r"://|--(extra-)?index|--find-links|\w\.(org|com|io|net)\b", LOCK)
 
 
-def test_the_image_must_install_only_locked_packages():
+@pytest.mark.parametrize("index", ["", "https://index/cpu", "/wheels"])
+def test_the_image_must_install_only_locked_packages_and_torch_from_another_index_on_request(index, tmp_path):
     (install,) = [arguments for name, arguments in image() if name == "RUN" and "pip install" in arguments]
-    assert "--mount=type=bind,source=requirements.lock,target=/tmp/requirements.lock " in install
-    options = shlex.split(install.partition("pip install ")[2])
-    assert options[-3:] == ["--require-hashes", "--requirement", "/tmp/requirements.lock"]
-    assert all(option.startswith("--") for option in options[:-1])
+    lock = "--mount=type=bind,source=requirements.lock,target=/tmp/requirements.lock "
+    assert lock in install and "--mount=type=bind,from=wheels,target=/wheels " in install
+    script = re.sub(r"--mount=\S+ ", "", install).replace("/tmp/", f"{tmp_path}/")
+    (tmp_path / "requirements.lock").write_text(LOCK)
+    for name in ("pip", "python3", "chown"):
+        (tmp_path / name).write_text(f'#!/bin/sh\n[ {name} != pip ] || echo "$@"\n')
+        (tmp_path / name).chmod(0o755)
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "TORCH_INDEX": index}
+    done = subprocess.run(["sh", "-c", script], env=env, capture_output=True, text=True, check=True)
+    commands = done.stdout.splitlines()
+    if not index:
+        assert commands == [f"install --require-hashes --requirement {tmp_path}/requirements.lock"]
+        return
+    assert commands[0] == f"install --require-hashes --no-deps --requirement {tmp_path}/others.lock"
+    others, packages = (tmp_path / "others.lock").read_text(), locked("3.12", "x86_64")
+    left = {name for name in packages if not re.search(f"^{re.escape(name)}==.*\n +--hash", others, re.M)}
+    assert {"torch", "torchvision", "triton", "nvidia-nccl-cu13"} <= left
+    assert all(name in ("torch", "torchvision", "triton") or name.startswith(("nvidia-", "cuda-")) for name in left)
+    source = f"--index-url {index}" if "://" in index else f"--no-index --find-links {index}"
+    chosen = f"torch=={packages['torch']} torchvision=={packages['torchvision']}"
+    assert commands[1:] == [f"install --no-deps {source} {chosen}"]
 
 
 def test_the_base_image_must_be_pinned_by_digest_in_one_place():
     base = r"python:3\.\d+\.\d+-slim-[a-z]+@sha256:[0-9a-f]{64}"
-    (named,) = [arguments for name, arguments in image() if name == "ARG"]
-    assert re.fullmatch(f"BASE_IMAGE={base}", named)
-    assert SERVICES["master"]["build"]["args"] == ["BASE_IMAGE"]  # from the environment, which may name another one
+    named, index = [arguments for name, arguments in image() if name == "ARG"]
+    assert re.fullmatch(f"BASE_IMAGE={base}", named) and index == "TORCH_INDEX="
+    assert SERVICES["master"]["build"]["args"] == ["BASE_IMAGE", "TORCH_INDEX"]  # from the environment
     for path in ("docker-compose.yml", "README.md", ".ci/run"):
         assert not re.search(r"python:3|sha256:", (ROOT / path).read_text())
 
@@ -189,7 +206,7 @@ def test_make_lock_must_take_the_newest_versions_that_the_project_allows(make):
 
 def test_the_image_must_start_a_node_without_root_on_the_given_base():
     steps = image()
-    assert steps[0][0] == "ARG" and steps[1] == ("FROM", "${BASE_IMAGE}")
+    assert steps[0][0] == "ARG" and [base for name, base in steps if name == "FROM"][-1] == "${BASE_IMAGE}"
     assert ("COPY", "orchestrate /opt/orchestrate") in steps and ("COPY", "app app") in steps
     last = dict(steps)
     assert last["WORKDIR"] == "/workspace" and last["USER"] == "1000:1000"

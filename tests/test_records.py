@@ -274,7 +274,7 @@ def test_a_job_yaml_must_be_run_again_only_with_its_secrets(do: Commands, tmp_pa
     for command in ("run", "plan"):
         code, out, err = do(command, copy)
         assert (code, out, err[0]) == (2, [], "error: env.HF_TOKEN is ***, the placeholder for a secret in job.yaml")
-        assert "--set env.HF_TOKEN=" in err[1]
+        assert "use -e HF_TOKEN" in err[1]
     assert do("plan", copy, "--set", "env.HF_TOKEN=another")[0] == 0
 
 

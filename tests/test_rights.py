@@ -87,14 +87,14 @@ print(json.dumps({
     "blocks": [path.name for path in pathlib.Path("/dev").iterdir() if stat.S_ISBLK(path.stat().st_mode)],
     "writable": sorted({place for place in folders if os.path.isdir(place) and writable(place)}),
     "changeable": changeable(),
-    "refusals": {place: refusal(place) for place in ("/dev/mqueue", "/dev/shm", "/job", "/run/orchestrate", "/tmp")},
+    "refusals": {place: refusal(place) for place in changeable()},
     "users": [users("Uid:"), users("Gid:"), users("Groups:")],
     "sockets": [str(path) for path in pathlib.Path("/").glob("*/**/docker.sock")],
     "oom": int(lines("/proc/self/oom_score_adj")[0]),
     "core": resource.getrlimit(resource.RLIMIT_CORE),
     "env": dict(os.environ),
 }), flush=True)
-while not os.path.exists("finish"):
+while not os.path.exists("/job/finish"):
     time.sleep(0.05)
 """
 CONNECT = (
@@ -181,7 +181,8 @@ def looked_at(docker_engine, tmp_path_factory):
 
 Check = Callable[[Node], tuple[Any, Any]]  # the found and the expected value
 OWNER = users.nodes_of(JobSpec()) or (os.geteuid(), os.getegid())
-WRITABLE = ("/dev/mqueue", "/dev/shm", "/job", "/run/orchestrate", "/tmp")  # the engine creates the first, of 800 kB
+IN_MEMORY = ("/dev/mqueue", "/dev/shm", "/run/secrets", "/tmp")  # the engine creates the first, of 800 kB
+WRITABLE = tuple(sorted((*IN_MEMORY, "/job", "/run/orchestrate")))
 SENSITIVE = ("/boot", "/dev", "/etc", "/lib", "/proc", "/sys", "/usr")
 CHECKS: dict[str, Check] = {
     "5.1 no Swarm if not needed": lambda node: (
@@ -284,8 +285,8 @@ CHECKS: dict[str, Check] = {
         dict.fromkeys(WRITABLE, "Operation not permitted"),
     ),
     "owasp-8 nosuid and nodev in memory": lambda node: (
-        [{"nosuid", "nodev"} - set(node.inside["mounts"][place]) for place in ("/dev/mqueue", "/dev/shm", "/tmp")],
-        [set()] * 3,
+        [{"nosuid", "nodev"} - set(node.inside["mounts"][place]) for place in IN_MEMORY],
+        [set()] * len(IN_MEMORY),
     ),
     "owasp-12 no environment values known to the engine": lambda node: (
         (CANARY in json.dumps(node.container), node.inside["env"]["TOKEN"]),

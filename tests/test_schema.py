@@ -8,10 +8,11 @@ from conftest import ROOT
 from jsonschema import Draft7Validator
 from support.job_values import BAD, GOOD
 
-from orchestrate.cli.arguments import FLAGS
 from orchestrate.cli.main import main
+from orchestrate.cli.options import FLAGS
+from orchestrate.job.layers import read_file, resolve
 from orchestrate.job.schema import schema, table
-from orchestrate.job.spec import FIELDS, JobSpec, default_of, description, read_file, resolve
+from orchestrate.job.spec import FIELDS, JobSpec, default_of, description
 
 VALIDATOR = Draft7Validator(schema())
 # Values accepted in addition to the documented ones: numbers and booleans as text.
@@ -58,7 +59,7 @@ def test_each_documented_default_must_be_the_actual_default_and_match_the_schema
     if default and not absent:
         assert resolve({key: yaml.safe_load(default)}) == JobSpec()
     else:
-        assert absent or getattr(JobSpec(), key) in (None, "", [], {})
+        assert absent or getattr(JobSpec(), key) in (None, "", (), [], {})
     if "default" in (described := schema()["properties"][key]):
         assert is_valid({key: described["default"]}) and resolve({key: described["default"]}) == JobSpec()
 

@@ -18,8 +18,8 @@ from support.commanded import create
 from support.optional import not_none
 from support.scripted import ALL_WELL, KILLED
 
-from orchestrate.cli.arguments import EXPORTS
 from orchestrate.cli.main import main
+from orchestrate.cli.parser import EXPORTS
 from orchestrate.errors import EngineError
 from orchestrate.files import lock, records
 from orchestrate.files.paths import JobPaths
@@ -29,7 +29,7 @@ from orchestrate.job.spec import JobSpec
 
 CANARY = "canary-0d4f6a3e"
 ENV = {"HF_TOKEN": CANARY, "DATABASE_URL": f"postgres://me:{CANARY}-2@host/db", "A": "b", "PHRASE": f"{CANARY}-3"}
-SPEC = JobSpec(trainers=2, grace=0.01, env=ENV, secrets=["PHRASE"], command=("-m", "app.train"))
+SPEC = JobSpec(trainers=2, grace=0.01, env=ENV, secrets={"PHRASE": "variable"}, command=("-m", "app.train"))
 
 
 def leaks(folder: Path) -> set[str]:
@@ -156,7 +156,7 @@ def test_events_must_contain_no_secret(do, printing, tmp_path):
 SCRIPT = """\
 import hashlib, os, pathlib, sys, time
 print(hashlib.sha256(os.environ["HF_TOKEN"].encode()).hexdigest(), flush=True)
-while not os.path.exists("finish"):
+while not os.path.exists(os.path.join(os.environ["JOB_DIR"], "finish")):
     time.sleep(0.02)
 sys.exit(os.environ["TORCHELASTIC_RESTART_COUNT"] == "0")
 """
@@ -174,7 +174,7 @@ def seen(name: str) -> str:
 def test_a_secret_must_reach_the_workers_of_each_supervisor_and_nothing_else(cli, engine):
     (cli.folder / "digest.py").write_text(SCRIPT)
     (cli.folder / "job.yaml").write_text(
-        JobSpec(trainers=1, env=ENV, secrets=["PHRASE"], command=("digest.py",), warm=False).to_yaml()
+        JobSpec(trainers=1, env=ENV, secrets={"PHRASE": "variable"}, command=("digest.py",), warm=False).to_yaml()
     )
     output = ""
     plans = [["plan", "job.yaml", "--engine", engine], ["run", "job.yaml", "--engine", engine, "--detach"]]

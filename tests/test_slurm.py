@@ -13,7 +13,7 @@ from support.faults import complete
 from support.odd_text import odd
 from support.optional import not_none
 
-from orchestrate.job.spec import resolve
+from orchestrate.job.layers import resolve
 
 pytestmark = [pytest.mark.docker, pytest.mark.slow]
 IMAGE, HERE = "orchestrate-slurm:test", ROOT / "tests" / "slurm"

@@ -5,7 +5,8 @@ from support.job_values import BAD, GOOD
 from support.odd_text import odd
 
 from orchestrate.errors import UsageError
-from orchestrate.job.spec import APP, FIELDS, JobSpec, read_file, read_set, resolve
+from orchestrate.job.layers import read_file, read_set, resolve
+from orchestrate.job.spec import APP, FIELDS, JobSpec
 
 
 def test_the_defaults_must_describe_the_default_job():
@@ -105,12 +106,25 @@ def test_a_generated_job_file_must_resolve_to_the_same_job(tmp_path):
         "share_gpus": True,
         "engine": "docker",
         "image": "mine:1.0",
+        "dockerfile": "image",
+        "pip": ["lightning", "torch==2.8 --hash=sha256:1"],
+        "requirements": "requirements.txt",
+        "data": {"train": "a b"},
+        "mounts": ["a:/b", "c:/d:rw"],
+        "checkpoints": "s3://bucket/a",
+        "output": "file:///a",
+        "keep": 600,
         "env": {"A": "yes", "B": "1.10"},
         "user": "7:8",
         "memory": "4g",
         "cpus": 1.5,
         "shm_size": "1024",
-        "secrets": ["A"],
+        "secrets": {"A": "variable", "C": "env", "D": "/d"},
+        "hyperparameters": {"lr": 0.1, "amp": True, "sizes": [1, 2], "none": None, "country": "no"},
+        "source": "git+https://host/a@b#c",
+        "before": ["sh", "-c", "true"],
+        "stdin": True,
+        "labels": {"a/b": "c"},
         "pin": True,
         "network": "host",
         "host_access": True,
@@ -125,14 +139,18 @@ def test_a_generated_job_file_must_resolve_to_the_same_job(tmp_path):
         "min_trainers": 1,
         "spares": 1,
         "hang_after": "none",
+        "on_event": "https://host/path",
         "optional": ["memory"],
         "require_communication": True,
         "warm": False,
         "preload": ["numpy"],
     }
     spec, path = resolve(values), tmp_path / "job.yaml"
-    assert not [key for key in FIELDS if getattr(spec, key) == getattr(JobSpec(), key)]
-    for one in (spec, JobSpec()):
+    other = resolve({"ports": "8001:80", "services": "compose.yaml"})  # contradict the host's network, as does isolated
+    alone = resolve({"isolated": True})
+    same = [key for key in FIELDS if all(getattr(one, key) == getattr(JobSpec(), key) for one in (spec, other, alone))]
+    assert not same
+    for one in (spec, other, alone, JobSpec()):
         path.write_text(one.to_yaml())
         assert resolve(read_file(path)) == one
 
@@ -201,8 +219,8 @@ def test_secrets_must_be_names_of_env(names):
     assert set(resolve({"env": {"A": "x", "B": "y"}, "secrets": names}).secrets) <= {"A", "B"}
     with pytest.raises(UsageError, match="secrets lists [AB], which is not in env"):
         resolve({"env": {"C": "x"}, "secrets": names})
-    for wrong in ("A=x", ["a-b"], {"A": "x"}, 7, [7]):
-        with pytest.raises(UsageError, match="secrets must be a list of names in env"):
+    for wrong in ("A=x", ["a-b"], {"A": 1}, 7, [7]):
+        with pytest.raises(UsageError, match="secrets must be names in env, or a mapping"):
             resolve({"env": {"A": "x"}, "secrets": wrong})
 
 
@@ -210,3 +228,45 @@ def test_secrets_must_be_names_of_env(names):
 def test_the_size_of_constraints_must_be_limited(value):
     with pytest.raises(UsageError, match=r"at most 100 conditions .*, each of at most 500 characters, not "):
         resolve({"constraints": value})
+
+
+# --- hyperparameters
+
+
+@pytest.mark.parametrize(
+    ("hyperparameters", "options"),
+    [
+        ({"lr": 0.1, "name": "a b"}, ["--lr", "0.1", "--name", "a b"]),
+        ({"amp": True, "cpu": False, "seed": None, "sizes": [1, 2]}, ["--amp", "--sizes", "1", "2"]),
+        ({"model.depth": 3, "lr": 5}, ["--model.depth", "3"]),  # the command has --lr
+    ],
+)
+def test_hyperparameters_must_become_options_unless_the_command_has_them(hyperparameters, options):
+    script = ["train.py", "--lr", "1"] if "model.depth" in hyperparameters else ["train.py"]
+    spec = resolve({"command": script, "hyperparameters": hyperparameters})
+    assert spec.command_line == (*script, *options)
+    assert resolve({"command": "t.py --lr=1", "hyperparameters": {"lr": 2}}).command_line == ("t.py", "--lr=1")
+
+
+def test_hyperparameters_must_stay_as_they_are_written(tmp_path):
+    path = tmp_path / "job.yaml"
+    path.write_text("command: t.py\nhyperparameters: {lr: 1.10, country: no, date: 2024-01-01, amp: true, x: null}\n")
+    spec = resolve(read_file(path), read_set(["hyperparameters.lr=1e-3", "hyperparameters.on=on"]))
+    options = ["--lr", "1e-3", "--country", "no", "--date", "2024-01-01", "--amp", "--on", "on"]
+    assert spec.command_line == ("t.py", *options)
+
+
+def test_a_hyperparameter_that_looks_like_a_secret_must_be_refused_without_its_value():
+    for name, value in (("api_key", "abcdefgh"), ("url", "postgres://me:hunter22@host/db")):
+        with pytest.raises(UsageError, match=f"hyperparameters.{name} looks like a secret") as caught:
+            resolve({"command": "t.py", "hyperparameters": {name: value}})
+        assert value not in f"{caught.value} {caught.value.hint}"
+    assert resolve({"hyperparameters": {"eos_token": "<|endoftext|>", "max_key": "7", "password_length": 9}})
+
+
+@pytest.mark.parametrize("operator", ["&&", "|", ">", ";"])
+def test_a_command_that_needs_a_shell_must_be_refused(operator):
+    for key in ("command", "before"):
+        with pytest.raises(UsageError, match="needs a shell: use sh -c"):
+            resolve({key: f"sh a.sh {operator} b"})
+        assert resolve({key: ["sh", "-c", f"a {operator} b"]})

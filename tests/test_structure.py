@@ -40,6 +40,8 @@ def test_a_module_must_import_only_what_is_allowed(path):
         assert "orchestrate" not in tops and "docker" not in tops
     else:
         assert "torch" not in tops and "app" not in tops
+        assert "rich" not in tops or str(where) in ("orchestrate/view/live.py", "orchestrate/view/render.py")
+        assert "obstore" not in tops or str(where) == "orchestrate/storage/store.py"
         assert "docker" not in tops or str(where.parent) in ("orchestrate/engines/docker", "orchestrate/engines/swarm")
     if where.parts[1] == "node":
         others = {name.split(".")[0] for name in names if not name.startswith("orchestrate.node")}
@@ -73,7 +75,21 @@ def test_modules_must_not_import_each_other_in_a_cycle():
 
 
 # The layers of the host's code, from bottom to top; `__main__` imports the command line.
-LAYERS = ("node", "", "files", "job", "engines", "supervise", "export", "doctor", "cli", "__main__")
+LAYERS = (
+    "node",
+    "",
+    "files",
+    "job",
+    "view",
+    "pages",
+    "storage",
+    "engines",
+    "supervise",
+    "export",
+    "doctor",
+    "cli",
+    "__main__",
+)
 
 
 def layer(name: str) -> int:

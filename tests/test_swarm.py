@@ -23,6 +23,14 @@ from orchestrate.job.outcomes import Outcome
 
 pytestmark = pytest.mark.docker
 RANKS = range(4)
+WRITES = """
+import os, pathlib, runpy
+own = pathlib.Path("out", os.environ["RANK"])
+own.parent.mkdir(exist_ok=True)
+with own.open("a") as file:
+    file.write(os.environ["TORCHELASTIC_RESTART_COUNT"] + "\\n")
+runpy.run_path("count.py", run_name="__main__")
+"""
 
 
 @pytest.fixture(scope="module")
@@ -303,8 +311,10 @@ def test_a_killed_worker_must_restart_the_gang_from_the_checkpoints_of_all_hosts
 
 
 def test_a_killed_task_must_be_replaced_by_one_with_its_files(cli, swarm):
-    job = Job(cli, swarm, "--", "count.py", "200")
+    (cli.folder / "writes.py").write_text(WRITES)
+    job = Job(cli, swarm, "--", "writes.py", "200")
     job.until_step(25, rank=1)
+    eventually(lambda: all((cli.run_dir() / "work" / "out" / str(rank)).exists() for rank in RANKS))
     host, node = job.where("trainer-1")
     host.docker("kill", node)
     job.until("generation_started", 2)
@@ -314,6 +324,10 @@ def test_a_killed_task_must_be_replaced_by_one_with_its_files(cli, swarm):
     assert job.causes() == [(1, "node lost")]
     again = [step for step, generation in job.steps(1) if generation == 1]
     assert again[0] % 10 == 1 and again[0] > 1  # from its checkpoint, copied here and then to the new node
+    out = cli.run_dir() / "work" / "out"
+    assert {path.name: path.read_text() for path in out.iterdir()} == {str(rank): "0\n1\n" for rank in RANKS}
+    assert cli.report()["written"] == [f"out/{rank}" for rank in RANKS]
+    assert f"the workers wrote 4 files: {cli.run_dir()}/work\n" in job.err
 
 
 def test_a_restart_on_a_busy_machine_must_lose_nothing(cli, swarm):

@@ -17,7 +17,6 @@ from support.plans import HERE, Site, plan
 from orchestrate.engines.base import Stop
 from orchestrate.engines.connection import NodeConnection
 from orchestrate.engines.ports import free_port
-from orchestrate.engines.swarm import service_spec
 from orchestrate.engines.swarm import session as swarm_module
 from orchestrate.engines.swarm.engine import SwarmEngine
 from orchestrate.engines.swarm.objects import SwarmJob
@@ -32,7 +31,7 @@ from orchestrate.node.lease import answer
 
 WRITES = """import os, pathlib, sys
 rank, generation = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
-job_dir = pathlib.Path("..", os.environ["JOB_DIR"])
+job_dir = pathlib.Path("..")  # as JOB_DIR, which is relative to the node's own working directory here
 print("found", *sorted(path.name for path in job_dir.glob("of-*")))
 (job_dir / f"of-{rank}-{generation}").write_text("x" * 100)
 if "wait" in sys.argv:
@@ -61,7 +60,6 @@ class Hosts:
         self.renewed = 0  # number of renewed leases
         self.leases = threading.Thread(target=self.renew, daemon=True)
         self.leases.start()
-        monkeypatch.setattr(service_spec, "CODE", "code")  # relative to the working directory of each node
         monkeypatch.setattr(SwarmJob, "relay_address", lambda _: self.relay.getsockname())
         stub.placed, stub.last_listed = self.start, self.look
 
@@ -123,7 +121,8 @@ class Hosts:
         return self.sessions[-1]
 
     def plan(self, spec: JobSpec, generation: int = 0, nodes: tuple[str, ...] = ()) -> Plan:
-        site = HERE.but(engine="swarm", job_dir="job", code=str(self.code), master_addr="127.0.0.1", interface="lo")
+        here = HERE.but(engine="swarm", master_addr="127.0.0.1", interface="lo")
+        site = here.but(job_dir="job", code=str(self.code), sent=True)
         more: dict[str, Any] = {"nodes": nodes} if nodes else {}
         return plan(spec, site, "j", generation=generation, **more)
 
@@ -327,7 +326,8 @@ def test_a_failed_upload_to_a_node_must_be_reported(local_hosts, stub):
 
     def placed(task: dict) -> None:
         place(task)
-        (local_hosts.folder / task["ID"] / "code").touch()  # a file in place of the folder
+        (local_hosts.folder / task["ID"] / "job").mkdir()
+        (local_hosts.folder / task["ID"] / "job" / "work").touch()  # a file in place of the folder
 
     stub.placed = placed
     with pytest.raises(EngineError, match="File exists"):
@@ -339,7 +339,7 @@ def test_a_node_must_get_the_code_only_if_it_has_changed(local_hosts, stub):
     spec = JobSpec(trainers=0)
     engine = local_hosts.engine(spec)
     engine.up(local_hosts.plan(spec))
-    code = local_hosts.folder / stub.task("master")["ID"] / "code"
+    code = local_hosts.folder / stub.task("master")["ID"] / "job" / "work"
     (code / "mark").touch()  # which a second upload would remove
     engine.up(local_hosts.plan(spec))
     another = local_hosts.engine(spec)

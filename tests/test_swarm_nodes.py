@@ -2,6 +2,7 @@
 
 import dataclasses
 import tarfile
+from pathlib import Path
 
 import pytest
 from support.ends import KEY
@@ -39,7 +40,7 @@ def code(stub, tmp_path, monkeypatch):
 def test_the_relay_image_must_be_present_before_anything_is_started(stub, monkeypatch, image, expected):
     checked = []
     monkeypatch.setattr(engine_module, "ensure_image", lambda daemon, spec: checked.append(spec.image))
-    SwarmEngine().prepare(JobSpec(image=image))
+    SwarmEngine().prepare(JobSpec(image=image), Path("run"))
     assert checked == expected
 
 

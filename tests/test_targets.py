@@ -20,8 +20,9 @@ from orchestrate.export.kubernetes import kubernetes
 from orchestrate.export.slurm import slurm
 from orchestrate.files.paths import PROJECT
 from orchestrate.job import container
+from orchestrate.job.layers import resolve
 from orchestrate.job.limits import parse_size
-from orchestrate.job.spec import JobSpec, resolve
+from orchestrate.job.spec import JobSpec
 
 SPEC: dict[str, Any] = {"command": ["work.py", "--all"], "trainers": 2, "nproc_per_node": 2, "gpus": "none"}
 SPEC |= {"cpus": 2, "memory": "3g", "shm_size": "512m", "grace": "45s", "user": "1234:1234", "env": {"A": "b"}}

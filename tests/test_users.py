@@ -12,7 +12,8 @@ from orchestrate.engines.docker import image
 from orchestrate.errors import UsageError
 from orchestrate.files.paths import JobPaths
 from orchestrate.job import store, users
-from orchestrate.job.spec import JobSpec, resolve
+from orchestrate.job.layers import resolve
+from orchestrate.job.spec import JobSpec
 
 SUDO = {"SUDO_UID": "7", "SUDO_GID": "8"}
 NODE = users.without_account()

@@ -87,7 +87,9 @@ def test_an_installation_must_run_a_script_from_any_folder(programs, here, engin
     arguments = ("--engine", engine, "--gpus", "none", "--trainers", "1", "--json", "hello.py", "a")
     report = json.loads(run(programs / "orchestrate", "run", *arguments, cwd=here))
     assert report["outcome"] == "succeeded"
-    assert (here / "runs" / report["job_id"] / "logs" / "rank-1.log").read_text() == "hello of 1 ['a']\n"
+    folder = here / "runs" / report["job_id"]
+    assert (folder / "logs" / "rank-1.log").read_text() == "hello of 1 ['a']\n"
+    assert report["job_id"] in (folder / "report.html").read_text()
 
 
 @pytest.mark.docker

@@ -97,7 +97,7 @@ def run_for(job, seconds: float, use: Use | None, gpus: tuple[str, ...] = (), la
 
     def activity() -> dict[int, Activity]:
         now = use and dataclasses.replace(use, sampled=job.clock.now - start - late)
-        return {rank: Activity("R", 1.0, now) for rank in range(3)}
+        return {rank: Activity("R", 1.0, use=now) for rank in range(3)}
 
     engine.activity = activity
     spec = JobSpec(trainers=2, grace=0.01)

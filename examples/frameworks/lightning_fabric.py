@@ -38,3 +38,5 @@ while state["epoch"] < args.epochs:
         last.with_suffix(".new").replace(last)  # a reader finds the old or the new checkpoint, never half of one
 weights = digest(net.module.state_dict())
 print(f"rank {fabric.global_rank} of {fabric.world_size}: {state['step']} steps, weights {weights}", flush=True)
+if torch.distributed.is_initialized():  # Fabric leaves it open, and torch may then abort while Python exits
+    torch.distributed.destroy_process_group()

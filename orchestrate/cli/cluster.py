@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +23,10 @@ from orchestrate.job.plan import Placement, Plan, names, plan, pluralize
 from orchestrate.job.spec import JobSpec
 
 # Settings that a node keeps from its creation, so that a job must have the same.
-FIXED_KEYS = ("image", "memory", "cpus", "shm_size", "network", "host_access", "grace", *SWARMS)
+FIXED_KEYS = (
+    *("image", "dockerfile", "pip", "data", "mounts", "labels", "ports"),
+    *("memory", "cpus", "shm_size", "network", "isolated", "host_access", "grace", *SWARMS),
+)
 
 
 def _shown(spec: JobSpec, key: str) -> object:
@@ -51,6 +55,8 @@ class Cluster:
         ]
         if self.plan.engine != wanted.engine:
             reasons.append(f"its engine is {self.plan.engine}, the job needs {wanted.engine}")
+        if self.plan.placement.image != wanted.placement.image and self.plan.engine == wanted.engine:
+            reasons.append("its image has been built again")
         if self.plan.placement.code != wanted.placement.code:
             reasons.append(f"its code folder is {self.plan.placement.code}, the job needs {wanted.placement.code}")
         if spec.trainers + spec.spares > self.spec.trainers + self.spec.spares:
@@ -88,7 +94,14 @@ class Cluster:
         """Return a job's placement on this cluster; `own` is its placement on nodes of its own."""
         folder = own.job_dir if self.plan.engine == "process" else f"{own.job_dir}/{job_id}"
         sharing = len(names(self.spec, spares=True))
-        return dataclasses.replace(own, cluster=self.name, job_dir=folder, sharing=sharing)
+        keep = self.plan.placement.keep
+        return dataclasses.replace(own, cluster=self.name, job_dir=folder, sharing=sharing, keep=keep)
+
+    def seconds_left(self) -> float | None:
+        """Return for how long its nodes stay up without a job; None if that is not limited. Negative: they are gone."""
+        if not (keep := self.plan.placement.keep):
+            return None
+        return keep - (time.time() - self.paths.nodes.stat().st_mtime)  # the end of the last job changes the folder
 
 
 def found(runs: Path) -> list[Cluster]:
@@ -113,13 +126,16 @@ def elsewhere(engine: Engine, runs: Path) -> list[Cluster]:
     return clusters
 
 
-def bring_up(engine: Engine, spec: JobSpec, runs: Path) -> tuple[Cluster, Session]:
-    """Create a cluster and start its nodes; remove everything again on failure."""
+def bring_up(engine: Engine, spec: JobSpec, runs: Path, code: Path | None = None) -> tuple[Cluster, Session]:
+    """Create a cluster for jobs in a code folder (default: the current one) and start its nodes.
+
+    Removes everything again on failure.
+    """
     name = store.new_id(spec)
     paths = JobPaths(runs / name)
-    engine.prepare(spec)
+    engine.prepare(spec, paths.nodes)
     inventory, own = engine.inventory(spec, paths.nodes, run_image=True)
-    placement = dataclasses.replace(own, cluster=name, code=str(Path.cwd()))
+    placement = dataclasses.replace(own, cluster=name, code=str(code or Path.cwd()), keep=spec.keep or 0.0)
     cluster_plan = plan(spec, inventory, placement, name, port(placement.network, 0))
     store.create(spec, cluster_plan, paths)
     cluster = Cluster(paths, spec, cluster_plan)
@@ -130,6 +146,20 @@ def bring_up(engine: Engine, spec: JobSpec, runs: Path) -> tuple[Cluster, Sessio
         take_down(engine, cluster, 0)
         raise
     return cluster, session
+
+
+def keep(engine: Engine, spec: JobSpec, runs: Path, own: Placement, job_id: str) -> Placement:
+    """Start nodes that stay up for `spec.keep` seconds after a job, and return the job's placement on them."""
+    shared = dataclasses.replace(spec, name="kept", env={}, secrets={}, contents={})
+    created, _ = bring_up(engine, shared, runs, Path(own.code))
+    return created.placement(own, job_id)
+
+
+def remove_kept(engine: Engine, runs: Path) -> None:
+    """Remove idle nodes that were kept after a job: another job starts its own, and may need their memory."""
+    for each in found(runs):
+        if each.plan.placement.keep and each.plan.engine == engine.name and not each.user() and not each.jobs():
+            take_down(engine, each, 0)
 
 
 def take_down(engine: Engine, cluster: Cluster, grace: float) -> None:

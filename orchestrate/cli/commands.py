@@ -7,8 +7,8 @@ import contextlib
 import dataclasses
 import json
 import os
-import queue
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,20 +16,20 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from orchestrate import console, errors
 from orchestrate.cli import cluster, older
-from orchestrate.cli.find import find, job_folders
+from orchestrate.cli.find import find
 from orchestrate.console import out, print_message, stream
 from orchestrate.engines import choice
 from orchestrate.engines.choice import sdk
-from orchestrate.errors import OrchestrateError, UsageError
+from orchestrate.errors import OrchestrateError, ResourceError, UsageError
 from orchestrate.files import lock, records
 from orchestrate.files.paths import JobPaths
-from orchestrate.job import logs, owners, store
+from orchestrate.job import owners, store
 from orchestrate.job.outcomes import Outcome
-from orchestrate.job.redact import Mask
 from orchestrate.job.report import text
 from orchestrate.job.spec import JobSpec
-from orchestrate.supervise import launch
+from orchestrate.supervise import launch, stores
 from orchestrate.supervise.generation import BY_MAX_RUN
+from orchestrate.view.screen import Screen
 
 EXIT_CODES = {Outcome.SUCCEEDED: errors.SUCCEEDED, Outcome.FAILED: errors.FAILED, Outcome.LOST: errors.LOST}
 MAX_STOP_ATTEMPTS = 20  # attempts, 0.1 s apart, to verify the supervisor that holds a lock: it may be starting
@@ -52,9 +52,24 @@ def output(args: argparse.Namespace) -> Callable[[str], None]:
     return print_message if args.print_path or args.json else stream
 
 
+def screen(args: argparse.Namespace, plan: Plan, paths: JobPaths) -> contextlib.AbstractContextManager[Screen]:
+    """Return what shows a job while it runs: the live view on a terminal, unless `--progress` says otherwise."""
+    if args.progress == "plain" or (args.progress == "auto" and not console.replaces(sys.stderr)):
+        return contextlib.nullcontext(Screen())
+    try:
+        from orchestrate.view.live import shown  # only here: it imports rich
+    except ImportError:
+        if args.progress == "tty":
+            raise ResourceError("--progress tty needs the package rich", "pip install rich") from None
+        return contextlib.nullcontext(Screen())
+    return shown(plan, paths)
+
+
 def end(args: argparse.Namespace, name: str, data: dict[str, Any]) -> int:
     """Print the report of a job, and return the exit code."""
     print_message(text(data))
+    if data["outcome"] != Outcome.SUCCEEDED and data.get("checkpoints") and not data.get("left_behind"):
+        print_message(f"hint: python -m orchestrate resume {args.shown / name} continues from its last checkpoint")
     print_message(args.shown / name)
     if args.print_path:
         stream(args.shown / name)
@@ -66,18 +81,13 @@ def end(args: argparse.Namespace, name: str, data: dict[str, Any]) -> int:
 def count_signals(spec: JobSpec) -> Any:
     """Count Ctrl-C and SIGTERM as requests to stop, and ignore SIGHUP; return a function that returns the count."""
     seen: list[int] = []
-    messages: queue.SimpleQueue[str] = queue.SimpleQueue()  # safe in a signal handler, unlike printing
 
     def note(number: int, _: object) -> None:
         seen.append(number)
         first = f"stopping: workers have {spec.grace:g} s to exit; press Ctrl-C again to kill them"
-        messages.put(first if len(seen) == 1 else "killing the workers")
+        console.print_later(first if len(seen) == 1 else "killing the workers")
 
-    def show() -> None:
-        while True:
-            print_message(messages.get())
-
-    threading.Thread(target=show, daemon=True).start()
+    threading.Thread(target=console.print_queued, daemon=True).start()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, note)
     signal.signal(signal.SIGHUP, lambda *_: None)
@@ -110,32 +120,6 @@ def doctor(spec: JobSpec) -> int:
     return code
 
 
-def ps(args: argparse.Namespace) -> int:
-    """List clusters, jobs with nodes of their own or on a cluster, and jobs with a supervisor but no nodes."""
-    rows = [("NAME", "ENGINE", "NODES", "STATE", "RUN")]
-
-    def add(paths: JobPaths, state: str) -> None:
-        with contextlib.suppress(UsageError):  # its files are unreadable
-            plan = store.load(paths)[1]
-            nodes = len(plan.nodes) if plan.placement.cluster else 0
-            rows.append((plan.job_id, plan.engine, str(nodes), state, str(paths.root)))
-
-    for engine in choice.available_engines():
-        for state in engine.jobs():
-            busy = lock.holder(state.paths)
-            status = ("in use" if busy else "idle") if state.cluster else "running" if busy else "no supervisor"
-            rows.append((state.job_id, state.engine, str(state.nodes), status, str(state.paths.root)))
-            for paths in store.on_cluster(state.paths.root.parent, state.job_id) if state.cluster and busy else ():
-                if lock.holder(paths):
-                    add(paths, f"running on {state.job_id}")
-    shown = {name for name, *_ in rows}
-    for folder in job_folders(args.runs):
-        if folder.name not in shown and lock.holder(JobPaths(folder)):
-            add(JobPaths(folder), "running")
-    console.table(rows)
-    return errors.SUCCEEDED
-
-
 def down(args: argparse.Namespace) -> int:
     """Remove a cluster."""
     matches = [each for each in cluster.found(args.runs) if each.name.startswith(args.cluster)]
@@ -146,7 +130,7 @@ def down(args: argparse.Namespace) -> int:
         what = f"{args.cluster} matches {len(matches)} clusters" if matches else f"no such cluster: {args.cluster}"
         raise UsageError(what, f"clusters in {args.shown}: {known}" if known else f"no clusters in {args.shown}")
     chosen = matches[0]
-    name, engine = chosen.name, _engine_of(chosen.spec, chosen.plan)
+    name, engine = chosen.name, engine_of(chosen.spec, chosen.plan)
     resources = _resources([engine], name)
     if args.dry_run:
         for resource in [resource for _, resource in resources] + [f"folder {chosen.paths.root}"]:
@@ -160,7 +144,7 @@ def down(args: argparse.Namespace) -> int:
     return errors.SUCCEEDED
 
 
-def _paths(args: argparse.Namespace) -> JobPaths:
+def paths_of(args: argparse.Namespace) -> JobPaths:
     """Return the files of the job that `args.job` names; ask the engines only if `--runs` does not have it."""
     folder = args.runs / args.job
     local = folder.joinpath("plan.json").exists() and not owners.foreign(folder) and records.find(folder)
@@ -168,7 +152,7 @@ def _paths(args: argparse.Namespace) -> JobPaths:
 
 
 @contextlib.contextmanager
-def _watching(name: str) -> Iterator[None]:
+def watching(name: str) -> Iterator[None]:
     """Exit on Ctrl-C with a message that the job continues."""
     try:
         yield
@@ -177,32 +161,20 @@ def _watching(name: str) -> Iterator[None]:
         raise SystemExit(errors.INTERRUPTED) from None
 
 
-def show_logs(args: argparse.Namespace) -> int:
-    """Print worker output."""
-    paths = _paths(args)
-    spec, plan = store.look(paths)
-    prefixes = launch.prefixes(plan)
-    if args.rank is not None and args.rank not in prefixes:
-        raise UsageError(f"no rank {args.rank} in {paths.root.name}", f"its ranks are 0 to {len(prefixes) - 1}")
-    shown = prefixes if args.rank is None else {args.rank: ""}
-    follower = logs.Follower(paths, shown, hide=Mask(spec.env, spec.secrets))
-    with _watching(paths.root.name):
-        while True:
-            running = args.follow and not store.ended(paths) and lock.holder(paths)
-            for line in follower.lines(end=not running):
-                out(line)
-            if not running:
-                if args.follow and not store.ended(paths):
-                    _unsupervised(paths)
-                return errors.SUCCEEDED
-            console.flush()
-            console.progress(follower.progress(), out)
-            time.sleep(0.1)
+def rounds(args: argparse.Namespace, paths: JobPaths) -> Iterator[bool]:
+    """Yield once, or with `--follow` at intervals until the job has ended: whether there is another round."""
+    while True:
+        running = bool(args.follow and not store.ended(paths) and lock.holder(paths))
+        yield running
+        if not running:
+            return
+        console.flush()
+        time.sleep(0.1)
 
 
 def attach(args: argparse.Namespace) -> int:
     """Follow a job until it ends, supervise it if it has no supervisor, and print the report."""
-    paths = _paths(args)
+    paths = paths_of(args)
     spec, plan = store.load(paths)
     follower, show = launch.rest(paths, spec, plan), output(args)
     following = False
@@ -211,7 +183,7 @@ def attach(args: argparse.Namespace) -> int:
             if not following:
                 print_message(f"following {paths.root.name}, supervised by {supervisor} (Ctrl-C detaches)")
             following = True
-            with _watching(paths.root.name):
+            with watching(paths.root.name):
                 for line in follower.lines():
                     show(line)
                 console.progress(follower.progress(), show)
@@ -219,10 +191,12 @@ def attach(args: argparse.Namespace) -> int:
             continue
         if store.ended(paths):
             continue
+        stores.check(spec)  # before this process is responsible for the job
         print_message(f"supervising {paths.root.name}")
-        engine = _engine_of(spec, plan)
+        engine = engine_of(spec, plan)
         try:
-            data = launch.supervise(paths, engine, count_signals(spec), print_message, follower, show)
+            with screen(args, plan, paths) as picture:
+                data = launch.supervise(paths, engine, count_signals(spec), print_message, follower, show, picture)
             break
         except BlockingIOError:  # another process took the lock first
             signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -237,16 +211,16 @@ def attach(args: argparse.Namespace) -> int:
 
 def wait(args: argparse.Namespace) -> int:
     """Wait until a job ends, and return its exit code."""
-    paths = _paths(args)
-    with _watching(paths.root.name):
+    paths = paths_of(args)
+    with watching(paths.root.name):
         while not (data := store.ended(paths)):
             if not lock.holder(paths) and not store.ended(paths):
-                _unsupervised(paths)
+                unsupervised(paths)
             time.sleep(0.1)
     return exit_code(data)
 
 
-def _unsupervised(paths: JobPaths) -> NoReturn:
+def unsupervised(paths: JobPaths) -> NoReturn:
     """Raise OrchestrateError for a job without a supervisor, since no result will be reported."""
     name = paths.root.name
     raise OrchestrateError(
@@ -298,7 +272,7 @@ def _ask_to_stop(paths: JobPaths) -> None:
             time.sleep(0.1)
 
 
-def _engine_of(spec: JobSpec, plan: Plan) -> Engine:
+def engine_of(spec: JobSpec, plan: Plan) -> Engine:
     """Return the engine in a job's plan; its spec may be `auto`."""
     return choice.select_engine(dataclasses.replace(spec, engine=plan.engine))
 
@@ -310,7 +284,7 @@ def _find_anywhere(args: argparse.Namespace) -> tuple[JobPaths, list[Engine]]:
     with contextlib.suppress(UsageError):  # its files are unreadable
         spec, plan = store.load(paths)
         if plan.engine not in {engine.name for engine in engines}:
-            return paths, [_engine_of(spec, plan), *engines]
+            return paths, [engine_of(spec, plan), *engines]
     return paths, engines
 
 
@@ -321,7 +295,7 @@ def _stop_unsupervised(paths: JobPaths, resources: list[tuple[Engine, str]]) -> 
     """
     try:
         spec, plan = store.load(paths)
-        engine = _engine_of(spec, plan)
+        engine = engine_of(spec, plan)
         more = count_signals(spec)
         data = launch.supervise(paths, engine, lambda: 1 + more(), print_message, launch.rest(paths, spec, plan))
     except (OrchestrateError, BlockingIOError):
@@ -379,10 +353,8 @@ def print_schema(args: argparse.Namespace) -> int:
 
 
 BY_NAME = {
-    "ps": ps,
     "schema": print_schema,
     "down": down,
-    "logs": show_logs,
     "attach": attach,
     "wait": wait,
     "stop": stop,

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from orchestrate.cli import older
+from orchestrate.cli.options import LATEST, RUN_COMMANDS, RUNS
 from orchestrate.errors import UsageError
 from orchestrate.files import records
 from orchestrate.files.paths import NAME, JobPaths
@@ -67,14 +68,29 @@ def latest(runs: Path, shown: Path) -> str:
     return _newest(ours)[0].root.name
 
 
+def resolve_runs(args: argparse.Namespace) -> None:
+    """Resolve `--runs`, and replace a run directory or `latest` given as the job by the job's name.
+
+    Raises UsageError for a folder that cannot be used: for example, a link that may have come with a project.
+    """
+    if args.command in RUN_COMMANDS and args.runs is None and RUNS.is_symlink():
+        raise UsageError(f"{RUNS} is a symbolic link", "pass the folder that it points to: --runs DIR")
+    args.shown, name = args.runs or RUNS, vars(args).get("job", "")
+    if "/" in name:
+        args.shown, args.job = Path(name).parent, Path(name).name
+    args.runs = owners.check(args.shown)
+    if name == LATEST:
+        args.job = latest(args.runs, args.shown)
+
+
 def _newest(jobs: list[JobPaths]) -> list[JobPaths]:
     """Sort jobs by creation time, newest first."""
-    return sorted(jobs, key=lambda paths: (_created(paths), paths.root.name), reverse=True)
+    return sorted(jobs, key=lambda paths: (created_at(paths), paths.root.name), reverse=True)
 
 
-def _created(paths: JobPaths) -> int:
-    """Return the creation time of a job in nanoseconds: its file is written once. 0 if unknown."""
+def created_at(paths: JobPaths) -> float:
+    """Return the creation time of a job in seconds since 1970: its file is written once. 0 if unknown."""
     try:
-        return paths.spec.lstat().st_mtime_ns
+        return paths.spec.lstat().st_mtime
     except OSError:
-        return 0
+        return 0.0

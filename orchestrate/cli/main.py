@@ -5,32 +5,47 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 from orchestrate import console, errors
-from orchestrate.cli import cluster, commands
-from orchestrate.cli.arguments import EXPORTS, LATEST, RUN_COMMANDS, RUNS, flags, parse
-from orchestrate.cli.find import latest
+from orchestrate.cli import cluster, commands, defaults, events, logs, prune, ps, report, resume
+from orchestrate.cli.arguments import flags, parse
+from orchestrate.cli.find import resolve_runs
+from orchestrate.cli.options import RUN_COMMANDS
+from orchestrate.cli.parser import EXPORTS
 from orchestrate.console import out, phase, print_message
 from orchestrate.engines import choice
 from orchestrate.engines.ports import port
 from orchestrate.errors import OrchestrateError, UsageError
 from orchestrate.files import lock, log_file
-from orchestrate.files.paths import PACKAGE, JobPaths, code_folder, hidden
-from orchestrate.job import owners, preload, store
+from orchestrate.files.paths import PACKAGE, STDIN, JobPaths, code_folder, hidden
+from orchestrate.job import folders, preload, requirements, secret_files, source, store
+from orchestrate.job.layers import read_file, read_set, resolve
 from orchestrate.job.plan import Inventory, Placement, plan, pluralize
 from orchestrate.job.redact import HIDDEN
-from orchestrate.job.spec import APP, JobSpec, read_file, read_set, resolve, unencodable
+from orchestrate.job.spec import APP, JobSpec, unencodable
 from orchestrate.job.strict_yaml import shown
-from orchestrate.supervise import launch
+from orchestrate.supervise import launch, stores
+from orchestrate.supervise.notify import is_url
 
 if TYPE_CHECKING:
     from orchestrate.engines.base import Engine
 
+BY_NAME = {
+    **commands.BY_NAME,
+    "events": events.show_events,
+    "logs": logs.show_logs,
+    "prune": prune.prune,
+    "report": report.write_report,
+    "ps": ps.ps,
+    "resume": resume.resume,
+}
 IMPORT_TIMEOUT = 120.0  # seconds for the nodes of a cluster to import packages; torch takes 2 to 20
 
 
@@ -77,8 +92,14 @@ def _dispatch(args: argparse.Namespace, script: list[str] | None) -> int:
         os.getcwd()
     except FileNotFoundError:
         raise UsageError("the current folder no longer exists", "cd to an existing folder") from None
+    if resumes := bool(vars(args).get("resume")):
+        args.job = args.resume
+        if script is not None or args.file or args.set or flags(args):
+            raise UsageError("--resume uses the script and the settings of the job", "remove all other options")
     if "runs" in args:
-        _resolve_runs(args)
+        resolve_runs(args)
+    if resumes:
+        return resume.resume(args)
     if args.command == "doctor":
         return commands.doctor(_spec(args, script))
     if args.command == "export":
@@ -87,48 +108,42 @@ def _dispatch(args: argparse.Namespace, script: list[str] | None) -> int:
         return _run(args, script)
     if script is not None:
         raise UsageError(f"{args.command} does not take a script", f"python -m orchestrate {args.command} --help")
-    return commands.BY_NAME[args.command](args)
-
-
-def _resolve_runs(args: argparse.Namespace) -> None:
-    """Resolve `--runs`, and replace a run directory or `latest` given as the job by the job's name.
-
-    Raises UsageError for a folder that cannot be used: for example, a link that may have come with a project.
-    """
-    if args.command in RUN_COMMANDS and args.runs is None and RUNS.is_symlink():
-        raise UsageError(f"{RUNS} is a symbolic link", "pass the folder that it points to: --runs DIR")
-    args.shown, name = args.runs or RUNS, vars(args).get("job", "")
-    if "/" in name:
-        args.shown, args.job = Path(name).parent, Path(name).name
-    args.runs = owners.check(args.shown)
-    if name == LATEST:
-        args.job = latest(args.runs, args.shown)
+    return BY_NAME[args.command](args)
 
 
 def _spec(args: argparse.Namespace, script: list[str] | None) -> JobSpec:
     """Return the spec of the job that the command line describes."""
     options = read_set(args.set) | flags(args) | ({"command": script} if script is not None else {})
-    layers = [read_file(args.file) if args.file else {}, options]
+    of_file = read_file(args.file) if args.file else {}
+    layers = [defaults.layer(), of_file, options]
+    if (target := str(of_file.get("on_event") or "")) and not is_url(target):
+        raise UsageError("on_event in a job file must be a URL", "pass a command with --on-event, since it runs here")
     spec = resolve(*layers)
     if name := next((name for name, value in spec.env.items() if value == HIDDEN), ""):
         raise UsageError(
             f"env.{name} is {HIDDEN}, the placeholder for a secret in job.yaml",
-            f"set it in your own job file, or with --set env.{name}=VALUE",
+            f"export {name}, and use -e {name}; or set it in your own job file",
         )
     runs_command = args.command not in ("up", "doctor")
-    if (
-        runs_command
-        and spec.command == APP
-        and "command" not in {key for layer in layers for key in layer}
-        and hidden()
-    ):
-        raise UsageError(
-            "no script given, and `app` in this folder would run instead of the default job",
-            f"python -m orchestrate {args.command} SCRIPT.py",
+    spec = secret_files.with_contents(folders.with_absolute(_with_requirements(spec)))
+    source.enter(spec)
+    default = spec.command == APP and "command" not in {key for layer in layers for key in layer}
+    if runs_command and default and (spec.source or hidden()):
+        what = (
+            "although source is set" if spec.source else "and `app` in this folder would run instead of the default job"
         )
+        raise UsageError(f"no script given, {what}", f"python -m orchestrate {args.command} SCRIPT.py")
     if why := unencodable(spec):
         raise UsageError(why, "export LC_ALL=C.UTF-8")
     return launch.check_script(spec)
+
+
+def _with_requirements(spec: JobSpec) -> JobSpec:
+    """Replace the requirements file by its lines, so that the job does not depend on the file any longer."""
+    if not spec.requirements:
+        return spec
+    lines = [*requirements.read(Path(spec.requirements)), *spec.pip]
+    return dataclasses.replace(spec, requirements="", pip=lines)
 
 
 def _export(args: argparse.Namespace, script: list[str] | None) -> int:
@@ -156,29 +171,60 @@ def _run(args: argparse.Namespace, script: list[str] | None) -> int:
         return _up(spec, args.runs)
     dry = args.command == "plan" or args.dry_run
     preload.start(spec, code_folder(spec.command))  # while the engine's modules are imported
+    revision = source.revision(code_folder(spec.command))
     engine = choice.select_engine(spec)
     job_id = store.new_id(spec)
     paths = JobPaths(args.runs / job_id)
     if not dry:
-        engine.prepare(spec)
+        stores.prepare(spec)
+        engine.prepare(spec, paths.shared)
     inventory, own = engine.inventory(spec, paths.shared, run_image=not dry)
+    own = dataclasses.replace(own, revision=revision())
+    stdin = _read_stdin() if spec.stdin and not dry else None
     placement = _placement(spec, inventory, own, job_id, paths.root.parent, engine)
+    if placement is own and not dry:
+        cluster.remove_kept(engine, args.runs)
+        placement = cluster.keep(engine, spec, args.runs, own, job_id) if spec.keep else own
     job_plan = plan(spec, inventory, placement, job_id, port(placement.network, 0))
     if dry:
-        out(job_plan)
+        out(job_plan.to_json() if getattr(args, "json", False) else job_plan)
         return errors.SUCCEEDED
     stops = commands.count_signals(spec) if not args.detach else lambda: 0
     store.create(spec, job_plan, paths)
+    if stdin:
+        _write_stdin(stdin, paths)
     print_message(str(job_plan))
     if args.detach:
         _detach(paths, args.shown)
         return errors.SUCCEEDED
-    data = launch.supervise(paths, engine, stops, print_message, output=commands.output(args))
+    with commands.screen(args, job_plan, paths) as screen:
+        data = launch.supervise(paths, engine, stops, print_message, output=commands.output(args), screen=screen)
     return commands.end(args, job_id, data)
+
+
+@console.during("reading standard input")
+def _read_stdin() -> IO[bytes]:
+    """Read our standard input to its end, into a temporary file: a job exists only once it is complete."""
+    if sys.stdin is None:
+        raise UsageError("standard input is closed", "remove --stdin, or use < FILE")
+    file = tempfile.TemporaryFile()  # noqa: SIM115 (`_write_stdin` closes it)
+    shutil.copyfileobj(sys.stdin.buffer, file)
+    file.seek(0)
+    return file
+
+
+def _write_stdin(content: IO[bytes], paths: JobPaths) -> None:
+    """Write what rank 0 reads to the job folder, before workers start; raises OSError."""
+    with paths.folder.opened() as folder:
+        descriptor = os.open(STDIN, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644, dir_fd=folder)
+    with content, os.fdopen(descriptor, "wb") as file:
+        os.fchmod(descriptor, 0o644)
+        shutil.copyfileobj(content, file)
 
 
 def _up(spec: JobSpec, runs: Path) -> int:
     name, engine = spec.name or "cluster", choice.select_engine(spec)
+    stores.prepare(spec)
     phase(f"starting {pluralize(spec.trainers + 1 + spec.spares, 'node')}")
     created, session = cluster.bring_up(engine, dataclasses.replace(spec, name=name), runs)
     nodes = len(created.plan.nodes)
@@ -210,6 +256,8 @@ def _placement(
         reasons = candidate.differences(spec, plan(spec, inventory, placement, job_id, 0))
         if not reasons:
             return placement
+        if candidate.plan.placement.keep and not candidate.user():
+            continue  # removed if the job needs its memory
         print_message(f"not using {candidate.name}: {'; '.join(reasons)}")
     for other in cluster.elsewhere(engine, runs):
         if other.plan.placement.code == own.code:

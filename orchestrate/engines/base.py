@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -143,8 +143,11 @@ class Engine(Protocol):
 
     name: str  # as in a job file
 
-    def prepare(self, spec: JobSpec) -> None:
-        """Build or pull the image of a job; raises ResourceError if that fails."""
+    def prepare(self, spec: JobSpec, run: Path) -> None:
+        """Build or pull the image of a job, and install its packages; raises ResourceError if that fails.
+
+        `run` is the folder to mount in nodes.
+        """
 
     def inventory(self, spec: JobSpec, run: Path, run_image: bool) -> tuple[Inventory, Placement]:
         """Return the resources that the engine has for a job, and the placement of the job's own nodes.
@@ -152,6 +155,12 @@ class Engine(Protocol):
         `run` is the folder to mount in nodes; `run_image` allows running the job's image.
 
         Raises ResourceError or UsageError if the job cannot run here.
+        """
+
+    def hidden(self, plan: Plan, run: Path) -> Collection[str]:
+        """Return the paths in a job's code folder that nodes must not see; `run` is the folder that they see.
+
+        Raises UsageError if something cannot be hidden.
         """
 
     def open(self, spec: JobSpec, plan: Plan, run: Path, warn: Callable[[str], None]) -> Session:
@@ -162,6 +171,9 @@ class Engine(Protocol):
 
     def resources(self, job_id: str) -> list[str]:
         """Describe everything that `remove` would remove."""
+
+    def memory(self, job_id: str) -> int:
+        """Return the bytes of memory that the nodes of a job hold; 0 if unknown."""
 
     def remove(self, job_id: str, grace: float) -> None:
         """Remove everything of a job that has no supervisor; its nodes get `grace` seconds to end."""

@@ -16,8 +16,10 @@ from orchestrate.engines.base import Stop
 from orchestrate.engines.connection import ANSWER_TIMEOUT, NodeConnection
 from orchestrate.errors import EngineError, EngineLost, UsageError
 from orchestrate.files import records
+from orchestrate.job import secret_files
 from orchestrate.job.outcomes import LOST_EXIT_CODE, TERMINATED_EXIT_CODE, Activity, Reason, Use, WorkerExit
 from orchestrate.job.plan import Plan, WorkerPlan
+from orchestrate.job.spec import JobSpec
 from orchestrate.node import protocol
 from orchestrate.node.worker import FAILED_TO_START
 
@@ -29,6 +31,9 @@ STATUS_TIMEOUT = 1.0  # seconds to wait for a status during a job; a paused node
 
 class Access(Protocol):
     """How to reach the nodes of a session."""
+
+    spec: JobSpec
+    secrets: str  # folder in nodes for secret files
 
     def connect(self, node: str) -> NodeConnection | None:
         """Connect to a node; None if it is not running; raises EngineLost. Must be thread-safe."""
@@ -88,6 +93,8 @@ class NodeClients:
         self.connect(dict.fromkeys(worker.node for worker in plan.workers))
         self.command, self.queued = plan.command, list(plan.workers[1:])
         self._start(plan.workers[0])
+        if self.access.spec.before:  # all nodes run it at the same time
+            self._start_queued()
 
     def adopt(self, plan: Plan) -> set[int]:
         """Take over the running workers of a plan; return the ranks that their nodes do not know."""
@@ -125,7 +132,7 @@ class NodeClients:
         for rank, node in self.running.items():
             doing = states[node].running.get(str(rank)) if node in states else None
             if doing and doing["state"]:  # only on systems with /proc
-                found[rank] = Activity(doing["state"], doing["cpu"], _use(states[node], rank))
+                found[rank] = Activity(doing["state"], doing["cpu"], doing.get("memory", 0), _use(states[node], rank))
         return found
 
     def out_of_memory(self, end: WorkerExit) -> Reason | None:
@@ -275,8 +282,20 @@ class NodeClients:
         self.broken, self.refused = set(), set()
 
     def _start(self, worker: WorkerPlan) -> None:
-        if not self._send(worker.node, self.access.request(worker, self.command)):
+        spec, request = self.access.spec, self.access.request(worker, self.command)
+        if spec.contents:
+            paths = {name: f"{self.access.secrets}/{name}" for name in spec.contents}
+            env = {f"{name}{secret_files.SUFFIX}": path for name, path in paths.items()} | request.env
+            request = request._replace(env=env, secrets={path: spec.contents[name] for name, path in paths.items()})
+        if spec.before:
+            request = request._replace(before=[*spec.before])
+        if not self._send(worker.node, request):
             self.mark_lost([worker.rank])
+
+    def _start_queued(self) -> None:
+        queued, self.queued = self.queued, []
+        for worker in queued:
+            self._start(worker)
 
     def _handle(self, node: str, report: protocol.Report) -> None:
         """Process a report of a node."""
@@ -297,9 +316,7 @@ class NodeClients:
             return  # its exit was recorded already, or it belongs to another node
         elif isinstance(report, protocol.Started):
             self.pids[report.rank] = report.pid
-            queued, self.queued = self.queued, []
-            for worker in queued:
-                self._start(worker)
+            self._start_queued()
         else:
             self.exit_hints[report.rank] = report.hint
             self._record_exit(report.rank, report.code, report.at, report.asked, _as_use(report.use))

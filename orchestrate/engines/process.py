@@ -13,12 +13,12 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from orchestrate.console import during
-from orchestrate.engines import check_cache, sockets
+from orchestrate.engines import check_cache, sockets, venv
 from orchestrate.engines.base import SWARMS, JobState, Observed, Stop, ignoring, never
 from orchestrate.engines.clients import NodeClients, key_of
 from orchestrate.engines.connection import NodeConnection
@@ -27,15 +27,21 @@ from orchestrate.files import private
 from orchestrate.files.paths import NODE, PROJECT, code_folder
 from orchestrate.job.container import UNBUFFERED
 from orchestrate.job.cores import cores
+from orchestrate.job.folders import data_folders
 from orchestrate.job.gpus import Offer, fields, look, offer, why_none
 from orchestrate.job.outcomes import LOST_EXIT_CODE, Activity, Reason, WorkerExit
 from orchestrate.job.plan import Inventory, Placement, Plan, WorkerPlan
 from orchestrate.job.preload import may_use_torch, preload
+from orchestrate.job.source import GIT
 from orchestrate.job.spec import JobSpec, unencodable
 from orchestrate.node import protocol
-from orchestrate.node.warm import SUPPORTED
+from orchestrate.node.warm import SUPPORTED, processes
 
-LIMITS = ("image", "user", "memory", "cpus", "shm_size", *SWARMS)  # keys of a job file that only containers support
+# Keys of a job file that only containers support.
+LIMITS = (
+    *("image", "dockerfile", "mounts", "user", "memory", "cpus", "shm_size"),
+    *("isolated", "labels", "ports", "services", *SWARMS),
+)
 LISTEN_TIMEOUT = 10.0  # seconds until a node that another orchestrator started must listen
 
 
@@ -67,8 +73,10 @@ class ProcessEngine:
     def __init__(self) -> None:
         self.state = private.temporary()
 
-    def prepare(self, spec: JobSpec) -> None:
-        """Do nothing: local processes need no image."""
+    def prepare(self, spec: JobSpec, run: Path) -> None:
+        """Install the job's packages in a virtual environment; raises ResourceError if that fails."""
+        if spec.pip:
+            venv.create(spec.pip)
 
     def inventory(self, spec: JobSpec, run: Path, run_image: bool) -> tuple[Inventory, Placement]:
         """Return the resources of this machine; raises ResourceError if torch is missing and the app needs it."""
@@ -92,9 +100,16 @@ class ProcessEngine:
             interface="lo" if sys.platform == "linux" else "lo0",
             job_dir=str(run),
             code=str(code),
+            original=str(code) if spec.source.startswith(GIT) else "",  # later runs use the checkout, too
+            data=data_folders(spec),
+            python=str(venv.python(spec.pip)) if spec.pip else sys.executable,
             preload=modules if SUPPORTED else (),
         )
         return inventory, placement
+
+    def hidden(self, plan: Plan, run: Path) -> Collection[str]:
+        """Return nothing: workers do not run in a copy of the code folder."""
+        return ()
 
     def open(self, spec: JobSpec, plan: Plan, run: Path, warn: Callable[[str], None]) -> ProcessSession:
         """Open the session of a job; raises EngineError if it has no key."""
@@ -116,6 +131,10 @@ class ProcessEngine:
         nodes = [f"process {pid} ({path.stem})" for path, pid in _listening_nodes(folder)]
         return [*nodes, *([f"folder {folder}"] if folder.exists() else [])]
 
+    def memory(self, job_id: str) -> int:
+        """Return the memory of the nodes and their processes; memory that they share counts once."""
+        return sum(map(_memory, _family({pid for _, pid in _listening_nodes(self.state / job_id)})))
+
     def remove(self, job_id: str, grace: float) -> None:
         """Stop the listening nodes of a job."""
         _stop_nodes([_Node(path, pid) for path, pid in _listening_nodes(self.state / job_id)], grace)
@@ -128,7 +147,10 @@ class ProcessSession:
     def __init__(self, folder: Path, spec: JobSpec, plan: Plan, run: Path, warn: Callable[[str], None]) -> None:
         """`folder` contains the sockets, and `run` the job's files; raises EngineError if the job has no key."""
         self.folder, self.spec, self.run, self.key = folder, spec, run, key_of(run)
+        self.secrets, self.workdir = str(folder / "secrets"), plan.placement.cwd
         self.cwd, self.persistent = plan.placement.code, bool(plan.placement.cluster)  # `stays`: nodes outlive the job
+        python = plan.placement.python
+        self.python = python if os.path.isabs(python) else sys.executable  # an older plan does not have it
         self.nodes: dict[str, _Node] = {}
         self.clients = NodeClients(self, warn)
 
@@ -148,7 +170,7 @@ class ProcessSession:
         deadline = time.monotonic() + 60
         while not all(_listener_pid(node.path) for node in started):
             if time.monotonic() > deadline or stopped() or not all(node.alive() for node in started):
-                raise EngineError("a node did not start", f"to see why, run: RANK=0 {sys.executable} {NODE} -c pass")
+                raise EngineError("a node did not start", f"to see why, run: RANK=0 {self.python} {NODE} -c pass")
             time.sleep(0.01)
 
     def _spawn(self, name: str, plan: Plan) -> _Node:
@@ -157,12 +179,12 @@ class ProcessSession:
         env = os.environ | {"NODE_MODE": "agent", "NODE_SOCKET": str(path), "NODE_GRACE": str(self.spec.grace)}
         visible = ",".join(plan.gpus)  # modules may look for GPUs when they are imported
         env |= {"NODE_PRELOAD": " ".join(plan.placement.preload), "NODE_KEY": self.key.hex()}
-        env["CUDA_VISIBLE_DEVICES"] = visible
+        env |= {"CUDA_VISIBLE_DEVICES": visible, "NODE_KEEP": f"{plan.placement.keep or ''}"}
         lock = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o600)
         with contextlib.suppress(BlockingIOError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # held until the node exits
         child = subprocess.Popen(
-            [sys.executable, "-I", f"-Xutf8={sys.flags.utf8_mode}", str(NODE)],  # imports nothing from the job
+            [self.python, "-I", f"-Xutf8={sys.flags.utf8_mode}", str(NODE)],  # imports nothing from the job
             env=env,
             cwd=self.cwd,
             stdin=subprocess.DEVNULL,
@@ -223,6 +245,7 @@ class ProcessSession:
 
     def down(self, grace: float, stopped: Callable[[], bool] = never) -> None:
         """Stop the nodes with all their processes; clean up the nodes of a cluster."""
+        shutil.rmtree(self.secrets, ignore_errors=True)
         if self.persistent:
             return self.discard(self.clients.clean(self.nodes))
         _stop_nodes(list(self.nodes.values()), grace)
@@ -257,8 +280,10 @@ class ProcessSession:
 
     def request(self, worker: WorkerPlan, command: tuple[str, ...]) -> protocol.Start:
         """Build a request with the environment of this process and the worker's own."""
-        env = os.environ | UNBUFFERED | worker.env
-        return protocol.Start([*command], env, inherit=False, cwd=self.cwd)
+        path = f"{os.path.dirname(self.python)}:{os.environ.get('PATH', os.defpath)}"  # for programs such as `python`
+        ours = {name: value for name, value in os.environ.items() if name not in self.spec.files}
+        env = ours | ({"PATH": path} if self.spec.pip else {}) | UNBUFFERED | worker.env
+        return protocol.Start([*command], env, inherit=False, cwd=self.workdir or self.cwd)
 
 
 def _listening_nodes(folder: Path) -> Iterator[tuple[Path, int]]:
@@ -269,6 +294,22 @@ def _listening_nodes(folder: Path) -> Iterator[tuple[Path, int]]:
             time.sleep(0.01)
         if pid:
             yield path, pid
+
+
+def _family(pids: set[int]) -> set[int]:
+    """Return processes and all their descendants."""
+    parents = {pid: int(facts[1]) for pid, facts in processes() if facts} if sys.platform == "linux" else {}
+    while more := {pid for pid, parent in parents.items() if parent in pids} - pids:
+        pids |= more
+    return pids
+
+
+def _memory(pid: int) -> int:
+    """Return the proportional set size of a process, in bytes; 0 if it has ended, or is not on Linux."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+        return int(text.partition("\nPss:")[2].split()[0]) << 10
+    return 0
 
 
 def _is_locked(lock: Path) -> bool:

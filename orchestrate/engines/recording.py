@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
 from orchestrate.engines.base import Engine, JobState, Observed, Session, Stop, never
@@ -29,6 +29,7 @@ class RecordingEngine:
         self.states: list[JobState] = []  # results of `jobs`
         self.things: list[str] = []  # objects of the job; `up` creates its nodes, `down` and `remove` remove everything
         self.nodes = {*names(JobSpec(trainers=2))}
+        self.masked: set[str] = set()  # paths in the code folder that nodes must not see
         self.missing: set[str] = set()  # nodes that fail to start
         self.hosts: dict[str, str] = {}  # by node
         self.slow: list[set[int]] = []  # workers that have not started, by call of `wait`
@@ -41,7 +42,7 @@ class RecordingEngine:
 
     # --- the engine
 
-    def prepare(self, spec: JobSpec) -> None:
+    def prepare(self, spec: JobSpec, run: Path) -> None:
         """Record the call."""
         self.calls.append("prepare")
 
@@ -56,6 +57,10 @@ class RecordingEngine:
         )
         return inventory, Placement(network="bridge", master_addr="", interface="eth0", job_dir=str(run))
 
+    def hidden(self, plan: Plan, run: Path) -> Collection[str]:
+        """Return `masked`."""
+        return self.masked
+
     def open(self, spec: JobSpec, plan: Plan, run: Path, warn: Callable[[str], None]) -> RecordingEngine:
         """Return itself."""
         self.run, self.warn = run, warn
@@ -68,6 +73,10 @@ class RecordingEngine:
     def resources(self, job_id: str) -> list[str]:
         """Return `things`."""
         return [*self.things]
+
+    def memory(self, job_id: str) -> int:
+        """Return 3 MiB."""
+        return 3 << 20
 
     def remove(self, job_id: str, grace: float) -> None:
         """Record the call."""

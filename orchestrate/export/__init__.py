@@ -20,6 +20,7 @@ from orchestrate.errors import UsageError
 from orchestrate.job.container import UNBUFFERED
 from orchestrate.job.limits import UNLIMITED
 from orchestrate.job.redact import secret_names
+from orchestrate.job.source import GIT
 from orchestrate.job.spec import IMAGE, JobSpec
 
 UNQUOTED = re.compile(r"-{0,2}[A-Za-z/]|\d+[KMG]i$")  # the start of text that needs no quotes, or a size
@@ -56,15 +57,7 @@ def shape(spec: JobSpec, name: str) -> Shape:
     else:
         nproc = spec.nproc_per_node or 1
         gpus = nproc if spec.gpus == "all" else 0
-    if spec.pin or spec.share_gpus or spec.network == "host":
-        raise UsageError(
-            "pin, share_gpus and network cannot be exported", "remove them: they are for this machine only"
-        )
-    if spec.constraints or spec.encrypt:
-        raise UsageError(
-            "constraints and encrypt are for Swarm only",
-            "remove them, and add the target's equivalents to the exported file",
-        )
+    _check(spec)
     env = {
         "NODE_MODE": "static",
         "NODE_NPROC": str(nproc),
@@ -86,6 +79,36 @@ def shape(spec: JobSpec, name: str) -> Shape:
     env |= {key: value for key, value in spec.env.items() if key not in secrets}
     memory = "" if spec.memory == UNLIMITED else spec.memory or ""
     return Shape(name=name, nodes=nodes, nproc=nproc, gpus=gpus, env=env, memory=memory, secrets=secrets)
+
+
+def _check(spec: JobSpec) -> None:
+    """Raise UsageError for settings that cannot be exported."""
+    if spec.pin or spec.share_gpus or spec.network == "host":
+        raise UsageError(
+            "pin, share_gpus and network cannot be exported", "remove them: they are for this machine only"
+        )
+    if spec.pip or spec.dockerfile:
+        hint = "build an image that contains the packages, push it, and set image"
+        raise UsageError("pip, requirements and dockerfile cannot be exported", hint)
+    if spec.checkpoints or spec.output:
+        hint = "remove them; scripts can access the store themselves"
+        raise UsageError("checkpoints and output need orchestrate while the job runs", hint)
+    if spec.data or spec.mounts:
+        hint = "remove them, and add the target's volumes to the exported file"
+        raise UsageError("data and mounts are for this machine only", hint)
+    if spec.source.startswith(GIT):
+        raise UsageError("a source in a Git repository cannot be exported", "check it out, and use its folder")
+    if spec.files:
+        raise UsageError("secrets as files cannot be exported", "use env, and list their names in secrets")
+    if brought := [key for key in ("before", "services", "ports", "labels", "isolated", "stdin") if getattr(spec, key)]:
+        raise UsageError(
+            f"{', '.join(brought)} cannot be exported", "remove them from the job file, and edit the exported file"
+        )
+    if spec.constraints or spec.encrypt:
+        raise UsageError(
+            "constraints and encrypt are for Swarm only",
+            "remove them, and add the target's equivalents to the exported file",
+        )
 
 
 def check_folders(*folders: Path) -> None:

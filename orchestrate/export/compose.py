@@ -9,7 +9,8 @@ from typing import Any
 
 import yaml
 
-from orchestrate.engines.docker.mounts import CODE, literal, masks
+from orchestrate.engines.docker.document import literal
+from orchestrate.engines.docker.mounts import CODE, masks
 from orchestrate.errors import UsageError
 from orchestrate.export import Shape, check_folders, document, quoted, shape
 from orchestrate.files.paths import JOB, PACKAGE, PROJECT, code_folder, is_text
@@ -49,7 +50,7 @@ def compose(spec: JobSpec, name: str) -> str:
         content = {key: value for key, value in file["services"][service + kind].items() if key not in DROPPED_KEYS}
         filled = _filled(content, values)
         if service != "outcome":
-            filled["command"] = [literal(word) for word in spec.command]
+            filled["command"] = [literal(word) for word in spec.command_line]
             filled["environment"] |= _environment(spec, job)
             filled["volumes"] = [_mount(volume, f"{run}/{JOB}") for volume in filled["volumes"]]
             filled["volumes"] += [{**mask, "target": literal(mask["target"])} for mask in hidden]

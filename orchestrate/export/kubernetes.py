@@ -188,7 +188,7 @@ def _container(spec: JobSpec, job: Shape, master: str) -> Object:
         "name": "node",
         "image": spec.image,
         "command": command,
-        "args": [_literal(word) for word in spec.command],
+        "args": [_literal(word) for word in spec.command_line],
         "env": [{"name": key, "value": _literal(value)} for key, value in env.items()] + secrets,
         "resources": {"limits": limits} if limits else {},
         "securityContext": {

@@ -129,7 +129,7 @@ def _checked(folder: Path, form: str) -> str:
 
 
 def _launch(spec: JobSpec, form: str) -> str:
-    command = " ".join(map(quoted, spec.command))
+    command = " ".join(map(quoted, spec.command_line))
     if form == "venv":
         return f"{quoted(sys.executable)} {quoted(str(NODE))} {command}"
     folder = _checked(code_folder(spec.command), form)

@@ -151,10 +151,16 @@ def write_whole(path: str | Path, text: str, folder: int | None = None, mode: in
         raise
 
 
+def allows(status: os.stat_result, user: int, group: int, rights: int) -> bool:
+    """Whether a file's mode grants a user all `rights`, given as its mode bits for others; root has them all."""
+    shift = 6 if status.st_uid == user else 3 if status.st_gid == group else 0
+    return user == 0 or (status.st_mode >> shift) & rights == rights
+
+
 def harmless(path: Path) -> None:
     """Remove set-user-ID and set-group-ID bits from all files of a folder; raises OSError if a file keeps them."""
     failure: OSError | None = None
-    for _, _, names, folder in _walk(path):
+    for _, _, names, folder in walk(path):
         for name in names:
             try:
                 status = os.stat(name, dir_fd=folder, follow_symlinks=False)
@@ -188,30 +194,35 @@ def renew(path: Path, mode: int) -> None:
         os.fchmod(folder, mode)
 
 
-def _walk(path: Path) -> Iterator[tuple[str, list[str], list[str], int]]:
+def walk(path: Path) -> Iterator[tuple[str, list[str], list[str], int]]:
     """Like os.fwalk, but folders that are too deep are first moved to the top, and others opened for their owner.
 
     os.fwalk needs a descriptor and a stack frame for each level.
     """
-    pending, moved, unique = ["."], 0, f".{secrets.token_hex(8)}"  # a name that no job can have taken
     parent = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        _grant_access(path.name, parent)
-        top = os.open(path.name, FOLDER, dir_fd=parent)
+        yield from walk_in(path.name, parent)
     finally:
         os.close(parent)
+
+
+def walk_in(name: str, parent: int) -> Iterator[tuple[str, list[str], list[str], int]]:
+    """Like `walk`, for a folder in the one with the descriptor `parent`."""
+    pending, moved, unique = ["."], 0, f".{secrets.token_hex(8)}"  # a name that no job can have taken
+    _grant_access(name, parent)
+    top = os.open(name, FOLDER, dir_fd=parent)
     try:
         while pending:
             for root, folders, names, folder in os.fwalk(pending.pop(), dir_fd=top, follow_symlinks=False):
-                for name in folders:
-                    _grant_access(name, folder)
+                for below in folders:
+                    _grant_access(below, folder)
                 if root.count("/") >= MAX_DEPTH:
-                    for name in [*folders]:
+                    for below in [*folders]:
                         moved += 1
                         with contextlib.suppress(OSError):
-                            os.rename(name, f"{unique}-{moved}", src_dir_fd=folder, dst_dir_fd=top)
+                            os.rename(below, f"{unique}-{moved}", src_dir_fd=folder, dst_dir_fd=top)
                             pending.append(f"{unique}-{moved}")
-                            folders.remove(name)
+                            folders.remove(below)
                 yield root, folders, names, folder
     finally:
         os.close(top)

@@ -41,3 +41,11 @@ class Lines:
         """Return an incomplete last line."""
         rest, self.partial = self.partial, b""
         return rest
+
+
+def last(file: BinaryIO, most: int) -> Iterator[bytes]:
+    """Yield the lines that begin within the last `most` bytes of a file, which may end within a line."""
+    read = Lines()
+    read.skip(file, most)
+    yield from read.new(file, most)
+    yield read.rest()

@@ -40,6 +40,9 @@ def is_text(value: str) -> bool:
 NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,60}")  # of a job or cluster, as created by `store.new_id`
 JOB, NODES = "job", "nodes"  # folders that are mounted in nodes: of a job, and of a cluster
 LOGS, CHECKPOINTS, METRICS = "logs", "checkpoints", "metrics.jsonl"  # in a job folder
+STDIN = "stdin"  # in a job folder: what rank 0 reads
+PAGE = "report.html"
+WORK = "work"  # in a job folder: the workers' copy of the code folder, with the files that they write
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,21 @@ class JobPaths:
         return self.root / CHECKPOINTS
 
     @property
+    def work(self) -> Path:
+        """The working directory of the workers, if that is a copy of the code folder."""
+        return self.root / WORK
+
+    @property
+    def page(self) -> Path:
+        """The page about the job, once it has ended."""
+        return self.root / PAGE
+
+    @property
+    def copied(self) -> Path:
+        """The files that were copied to `work`, as JSON: size and modification time by path."""
+        return self.root / "copied.json"
+
+    @property
     def logs(self) -> Path:
         """The folder of the workers' logs."""
         return self.root / LOGS
@@ -96,6 +114,11 @@ class JobPaths:
     def orchestrate_log(self) -> Path:
         """The log of the orchestrator for the job."""
         return self.root / "orchestrate.log"
+
+    @property
+    def services_log(self) -> Path:
+        """The last output of the job's services."""
+        return self.root / "services.log"
 
     @property
     def supervisor_log(self) -> Path:
@@ -144,18 +167,24 @@ class JobPaths:
         return self.root / log(rank)
 
     def create(
-        self, cluster: str = "", owner: tuple[int, int] | None = None, hidden: Mapping[str, str] | None = None
+        self,
+        cluster: str = "",
+        owner: tuple[int, int] | None = None,
+        hidden: Mapping[str, str] | None = None,
+        work: bool = False,
     ) -> None:
         """Create the folders: private ones, and the nodes' folder for the user and group ids `owner`.
 
-        The record contains the values of secrets, `hidden`, and a key for the job's own nodes. Raises FileExistsError
-        if the run directory exists, OSError or UsageError if it cannot be created.
+        `work` is whether the job has its own working directory. The record contains the values of secrets, `hidden`,
+        and a key for the job's own nodes. Raises FileExistsError if the run directory exists, OSError or UsageError if
+        it cannot be created.
         """
         self._create_root(b"" if cluster else secrets.token_bytes(32), hidden)
         if cluster:
             self.shared.symlink_to(f"../{cluster}/{NODES}/{self.root.name}")
-        self.folder.make(LOGS, CHECKPOINTS, owner=owner)
-        for name in (LOGS, CHECKPOINTS, METRICS):
+        folders = (LOGS, CHECKPOINTS, *([WORK] if work else []))
+        self.folder.make(*folders, owner=owner)
+        for name in (*folders, METRICS):
             (self.root / name).symlink_to(f"{JOB}/{name}")
 
     def create_cluster(self, owner: tuple[int, int] | None = None, hidden: Mapping[str, str] | None = None) -> None:

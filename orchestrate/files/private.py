@@ -32,6 +32,13 @@ def temporary() -> Path:
         raise EngineError(f"cannot create a folder for node sockets in {TEMPORARY}: {error.strerror}") from None
 
 
+def cache(kind: str) -> Path:
+    """Return the folder of a kind of cached files, which may not exist yet: in XDG_CACHE_HOME or `~/.cache`."""
+    folder = os.environ.get("XDG_CACHE_HOME", "")
+    top = Path(folder) if os.path.isabs(folder) else Path(os.path.expanduser("~"), ".cache")
+    return top / "orchestrate" / kind
+
+
 def make(path: Path) -> None:
     """Create a folder and missing parents, if the first existing parent belongs to this user.
 

@@ -37,7 +37,7 @@ class Record:
     inode: int  # without the device number, which can change at a reboot
     machine: str  # host name: several machines can share a home directory
     key: str  # hexadecimal key for connections to nodes; empty once the job has ended
-    secrets: dict[str, str]  # values of env that are not in job.yaml
+    secrets: dict[str, str]  # values of env that are not in job.yaml, and contents of secret files (`file:NAME`)
     events: str  # hexadecimal key that signs the lines of events.jsonl
     files: dict[str, list[str]] = field(default_factory=dict)  # file name: digests of the last two versions
 
@@ -83,6 +83,14 @@ def end(run: Path) -> None:
     if found := _find(run):
         with private.opened(found[0]) as folder:
             _write(replace(found[1], key=""), folder)
+
+
+def reopen(run: Path, key: bytes) -> None:
+    """Set the key of a job that continues after its end; raises OSError, and UsageError without a record."""
+    need(run)
+    if found := _find(run):
+        with private.opened(found[0]) as folder:
+            _write(replace(found[1], key=key.hex()), folder)
 
 
 def write(path: Path, text: str) -> None:

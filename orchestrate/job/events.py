@@ -35,6 +35,11 @@ class SupervisorStarted(Event):
 
 
 @dataclass(frozen=True)
+class JobResumed(Event):
+    """The job, which had ended, continues with another generation; its restart budget and time limit start again."""
+
+
+@dataclass(frozen=True)
 class TakenOver(Event):
     """A supervisor has taken over a generation whose workers another one had started."""
 
@@ -47,6 +52,26 @@ class NodesStarting(Event):
 
     nodes: Number
     engine: str
+
+
+@dataclass(frozen=True)
+class CodeCopied(Event):
+    """The code folder was copied to the working directory of the workers."""
+
+    files: Number
+    bytes: Annotated[int, checks.up_to(1 << 62)]
+    links: Number  # to files and folders that were not copied
+    waited: Time  # seconds for which the job waited for it, once its nodes were up
+
+
+@dataclass(frozen=True)
+class CheckpointsFetched(Event):
+    """The newest checkpoints were fetched from the object store."""
+
+    url: str
+    files: Number
+    bytes: Annotated[int, checks.up_to(1 << 62)]
+    job: str  # which had copied them
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,8 @@ class History:
 
     def __init__(self, recorded: Iterable[events.Event]) -> None:
         self.ended: list[GenerationResult] = []  # completed generations
+        self.before = 0  # how many of them belong to the time before the job was resumed
+        self.since = 0.0  # seconds at which the job was resumed
         self.running = -1  # the running generation; -1 if there is none
         self.exits: list[events.WorkerEnded] = []  # ends of its workers
         self.stopping = ""  # why its workers were asked to stop
@@ -23,12 +25,19 @@ class History:
             self._add(event)
 
     @property
+    def recent(self) -> list[GenerationResult]:
+        """The completed generations since the job was started or resumed."""
+        return self.ended[self.before :]
+
+    @property
     def furthest(self) -> int:
         """The highest step that any generation has reached."""
         return max((ended.step for ended in self.ended), default=0)
 
     def _add(self, event: events.Event) -> None:
         match event:
+            case events.JobResumed():
+                self.before, self.since, self.outcome = len(self.ended), event.seconds, None
             case events.GenerationStarting():
                 self.running, self.exits, self.stopping, self.states = event.generation, [], "", {}
             case events.NodesUp():

@@ -38,6 +38,6 @@ def parse_size(text: str) -> int:
 
 
 def format_bytes(count: int) -> str:
-    """Format bytes as `5.2 GiB` or `512 MiB`."""
-    number, unit = (count / (1 << 30), "GiB") if count >= 1 << 30 else (count / (1 << 20), "MiB")
-    return f"{f'{number:.1f}'.removesuffix('.0')} {unit}"
+    """Format bytes as `5.2 GiB`, `512 MiB` or `40 KiB`."""
+    shift, unit = next(((shift, unit) for shift, unit in ((30, "GiB"), (20, "MiB")) if count >> shift), (10, "KiB"))
+    return f"{f'{count / (1 << shift):.1f}'.removesuffix('.0')} {unit}"

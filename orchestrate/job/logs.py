@@ -41,6 +41,7 @@ class Follower:
         self.paths, self.marks, self.hide = paths, marks, hide
         self.read: dict[int, Lines] = {}
         self.silent = True  # whether no worker has written anything yet
+        self.heard: Callable[[int, str], None] = lambda rank, line: None  # gets each line of a worker
         self.follow(ranks)
 
     def follow(self, ranks: dict[int, str]) -> None:
@@ -48,7 +49,7 @@ class Follower:
         self.ranks = ranks
         self.read |= {rank: Lines() for rank in ranks.keys() - self.read.keys()}
 
-    def skip(self, last: int = 4096) -> None:
+    def skip(self, last: int) -> None:
         """Skip existing output, except for the last lines of each log (at most `last` bytes)."""
         for rank, folder in self._each():
             with contextlib.suppress(OSError), regular(_name(rank), folder) as file:
@@ -65,18 +66,23 @@ class Follower:
                 for line in read.new(file, most):
                     mark = line.startswith(MARK)
                     self.silent = self.silent and mark
+                    text = self.hide(clean(line))
+                    if not mark:
+                        self.heard(rank, text)
                     if self.marks or not mark:
-                        yield prefix + self.hide(clean(line))
+                        yield prefix + text
                 last = end and not data(file, read.offset, 1)[1]
             if last and read.partial:
                 yield prefix + self.hide(clean(read.rest()))
 
+    def bars(self) -> dict[int, str]:
+        """The progress bars of workers, by rank: unterminated lines with a carriage return."""
+        partial = {rank: self.read[rank].partial for rank in sorted(self.ranks)}
+        return {rank: self.hide(clean(text)) for rank, text in partial.items() if b"\r" in text}
+
     def progress(self) -> str:
-        """The progress bar of a worker: an unterminated line with a carriage return; empty if there is none."""
-        for rank in sorted(self.ranks):
-            if b"\r" in self.read[rank].partial:
-                return self.ranks[rank] + self.hide(clean(self.read[rank].partial))
-        return ""
+        """The progress bar of the first worker that has one, with its prefix; empty if there is none."""
+        return next((self.ranks[rank] + bar for rank, bar in self.bars().items()), "")
 
     def _each(self) -> Iterator[tuple[int, int]]:
         """Each rank with a descriptor of the log folder; nothing if that folder does not exist."""

@@ -140,6 +140,7 @@ class Activity:
 
     state: str  # a letter of proc(5): R runs, S sleeps, D waits for a disk, T is stopped; empty if unknown
     cpu: float  # CPU seconds of the worker and its child processes
+    memory: int = 0  # bytes of their memory that is in RAM; shared memory counts for each
     use: Use | None = None  # None if unknown
 
 

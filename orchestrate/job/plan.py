@@ -6,11 +6,11 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from orchestrate.errors import ResourceError
 from orchestrate.files import typed
-from orchestrate.files.paths import NAME
+from orchestrate.files.paths import NAME, STDIN, WORK
 from orchestrate.job.cores import shares_near
 from orchestrate.job.limits import UNLIMITED, Limits, format_bytes, limits
 from orchestrate.job.redact import Mask, redacted
@@ -45,11 +45,32 @@ class Placement:
     master_addr: str  # for all nodes; empty if nodes have names in DNS
     interface: str  # the one network interface for gloo and NCCL
     job_dir: str  # the job folder, as a worker sees it
-    code: str = ""  # the code folder on this machine, in which the command runs
-    python: str = "python"  # interpreter of nodes in containers
+    code: str = ""  # the code folder on this machine
+    revision: str = ""  # its Git commit, with `-dirty` if files are changed; empty if it is in no repository
+    original: str = ""  # path of the code folder in nodes, if workers run in a copy of it, in the job folder
+    sent: bool = False  # whether each node is sent its own copy of the code, to its job folder
+    data: dict[str, str] = field(default_factory=dict)  # paths in nodes of the job's folders with data, by name
+    image: str = ""  # image of nodes in containers
+    python: str = "python"  # interpreter of nodes
     preload: tuple[str, ...] = ()  # modules that nodes import before workers start
+    keep: float = 0.0  # seconds for which nodes stay up without a job; 0 if that is not limited
     cluster: str = ""  # the cluster whose nodes are used; empty if the job starts its own nodes
     sharing: int = 0  # number of nodes of that cluster, which share the memory of the machines
+
+    @property
+    def copies(self) -> bool:
+        """Whether workers run in a copy of the code folder that this machine makes."""
+        return bool(self.original)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether the job folder contains the working directory of workers."""
+        return self.copies or self.sent
+
+    @property
+    def cwd(self) -> str | None:
+        """The working directory of workers; None for the node's own."""
+        return f"{self.job_dir}/{WORK}" if self.has_work else None
 
     @property
     def packages(self) -> tuple[str, ...]:
@@ -176,6 +197,8 @@ def plan(
     envs = assign([machine for _ in nodes], nproc, address, port, job_id, placement.interface)
     restarts = {"TORCHELASTIC_RESTART_COUNT": str(generation), "TORCHELASTIC_MAX_RESTARTS": str(spec.max_restarts)}
     files = {"JOB_ID": job_id, "JOB_DIR": placement.job_dir}
+    files |= {f"DATA_{name.upper()}": path for name, path in placement.data.items()}
+    stdin = {"WORKER_STDIN": f"{placement.job_dir}/{STDIN}"} if spec.stdin else {}
     workers = [
         WorkerPlan(
             rank=rank,
@@ -183,14 +206,14 @@ def plan(
             node=nodes[rank // nproc],
             gpu=gpus[rank] if gpus else "",
             cores=cores[rank],
-            env=env | restarts | files | _extra_env(spec, cores[rank], shared) | spec.env,
+            env=env | restarts | files | (stdin if not rank else {}) | _extra_env(spec, cores[rank], shared) | spec.env,
         )
         for rank, env in enumerate(envs)
     ]
     return Plan(
         job_id=job_id,
         generation=generation,
-        command=spec.command,
+        command=spec.command_line,
         inventory=inventory,
         placement=placement,
         nodes=nodes,

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from orchestrate.files.folder import regular
-from orchestrate.job.events import VERSION, Event, SupervisorStarted, from_line, to_line
+from orchestrate.job.events import VERSION, Event, JobEnded, JobResumed, SupervisorStarted, from_line, to_line
 
 E = TypeVar("E", bound=Event)
 
@@ -57,6 +57,14 @@ def _mac(key: bytes, before: str, line: dict[str, Any]) -> str:
     return hmac.digest(key, f"{before}{json.dumps(line)}".encode(), "sha256")[:16].hex() if key else ""
 
 
+def _elapsed(events: list[Event]) -> float:
+    """Seconds since the start of a job with these events."""
+    if not events or isinstance(events[-1], JobEnded):
+        return events[-1].seconds if events else 0.0
+    start = next((event for event in reversed(events) if isinstance(event, JobResumed)), events[0])
+    return start.seconds + max(0.0, time.time() - start.time)
+
+
 class Recorder:
     """Records the events of a job, in memory and in a file; continues an existing file."""
 
@@ -78,8 +86,7 @@ class Recorder:
         self._show, self._hide, self._key = show, hide, key
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         self._unwritten: list[bytes] = []
-        elapsed = max(0.0, time.time() - self.events[0].time) if self.events else 0.0
-        self._started = time.monotonic() - elapsed
+        self._started = time.monotonic() - _elapsed(self.events)
         if content and not content.endswith(b"\n"):
             self._unwritten.append(b"\n")
 
@@ -102,7 +109,7 @@ class Recorder:
         return recorded
 
     def seconds(self) -> float:
-        """Seconds since the job's start."""
+        """Seconds since the job's start, without those between its end and a resumption."""
         return round(time.monotonic() - self._started, 3)
 
     def close(self) -> None:

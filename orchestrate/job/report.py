@@ -6,7 +6,7 @@ import json
 import statistics
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,30 @@ TROUBLES = {
     "silent": "does not respond; the job waits",
     "partition": "is cut off from the network",
 }
+MAX_SKIPPED = 100  # files that are listed as not copied
 MAX_RANKS = 8  # ranks listed in a line
 MAX_REASON = 1000  # characters of a reason, which may come from a node
+
+
+@dataclass(frozen=True)
+class Copied:
+    """A copy of a job's files in an object store."""
+
+    what: str  # checkpoints or output
+    url: str
+    files: int  # copied by this process
+    error: str  # why not all files are copied; empty if they are
+    hint: str
+    skipped: list[str]  # files that cannot be copied, with the reason
+
+
+@dataclass(frozen=True)
+class Written:
+    """The files that workers wrote to their working directory."""
+
+    folder: Path
+    files: list[str]  # paths in it
+    complete: bool  # whether these are all
 
 
 def report(
@@ -36,12 +58,15 @@ def report(
     metrics: Sequence[dict[str, Any]],
     checkpoints: Iterable[Path],
     whole: bool = True,
+    written: Written | None = None,
+    copies: Sequence[Copied] = (),
 ) -> dict[str, Any]:
     """The content of report.json.
 
     `ended` are the generations, `seconds` is the duration of the job, `metrics` is what is kept of metrics.jsonl, and
-    `whole` is whether `checkpoints` lists all checkpoints. Lists that are too long keep their last items, and are named
-    in `truncated`.
+    `whole` is whether `checkpoints` lists all checkpoints. `written` are the files in the job's own working directory,
+    if it has one; `copies` are those in object stores. Lists that are too long keep their last items, and are named in
+    `truncated`.
     """
     last = ended[-1].cause if ended else None
     failures, all_failures = _fitting(
@@ -52,13 +77,22 @@ def report(
         ]
     )
     files, all_files = _fitting([str(path) for path in checkpoints])
+    outputs, all_outputs = _fitting(written.files if written else [])
     final, all_final = _fitting(_final(metrics), NAMES)
-    complete = {"failures": all_failures, "checkpoints": whole and all_files, "final_metrics": all_final}
+    complete = {
+        "failures": all_failures,
+        "checkpoints": whole and all_files,
+        "written": all_outputs and (written is None or written.complete),
+        "final_metrics": all_final,
+    }
     return {
         "job_id": plan.job_id,
         "outcome": result.outcome,
         "reason": result.why[:MAX_REASON],
         "engine": plan.engine,
+        "code": plan.placement.code,
+        "commit": plan.placement.revision.removesuffix("-dirty"),
+        "dirty": plan.placement.revision.endswith("-dirty"),
         "world_size": plan.world_size,
         "generations": len(ended),
         "duration_s": seconds,
@@ -66,6 +100,9 @@ def report(
         "failures": failures,
         "left_behind": result.left[:MAX_REASON],
         "checkpoints": files,
+        "working_directory": str(written.folder) if written else "",
+        "written": outputs,
+        "copies": [{**asdict(copy), "skipped": copy.skipped[:MAX_SKIPPED]} for copy in copies],
         "final_metrics": dict(final),
         "truncated": [key for key, is_complete in complete.items() if not is_complete],
         "pace": _pace(plan, metrics),
@@ -95,6 +132,10 @@ def text(data: dict[str, Any]) -> str:
             lines += [
                 f"slow: rank {slow['rank']} on {slow['node']} spent {own} per step on its own work, the others {others}"
             ]
+    if files := data.get("written"):
+        lines += [f"the workers wrote {pluralize(len(files), 'file')}: {data['working_directory']}"]
+    for copy in data.get("copies", ()):
+        lines += _copy_lines(copy)
     if advice := data.get("isolated"):
         lines += [
             f"warning: the {data['world_size']} workers exchanged no data: if they train, each trained its own model"
@@ -106,6 +147,15 @@ def text(data: dict[str, Any]) -> str:
         lines += [f"warning: not all nodes were removed: {data['left_behind']}"]
         lines += [f"hint: python -m orchestrate stop {data['job_id']}"]
     return "\n".join(lines)
+
+
+def _copy_lines(copy: dict[str, Any]) -> list[str]:
+    """The lines about a copy in an object store."""
+    lines = [f"warning: {copy['what']} not copied: {each}" for each in copy["skipped"][:MAX_RANKS]]
+    if not copy["error"]:
+        return [f"{copy['what']} copied to {copy['url']}", *lines]
+    hint = [f"hint: {copy['hint']}"] if copy["hint"] else []
+    return [f"warning: {copy['what']} not copied completely to {copy['url']}: {copy['error']}", *hint, *lines]
 
 
 def readable(data: Any) -> bool:
@@ -143,6 +193,8 @@ def _pace(plan: Plan, metrics: Iterable[dict[str, Any]]) -> list[dict[str, Any]]
 def line(event: events.Event) -> str:
     """The message to display for an event while the job runs; empty for most events."""
     match event:
+        case events.CheckpointsFetched():
+            return f"fetched {pluralize(event.files, 'file')} of checkpoints that {event.job} copied to {event.url}"
         case events.NodesUp():
             return _hosts(event.hosts)
         case events.NodesMissing():

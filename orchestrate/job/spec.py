@@ -1,36 +1,24 @@
-"""JobSpec: the validated specification of a job, from a job file, `--set` and flags; later ones take precedence."""
+"""JobSpec: the specification of a job. Its fields are the keys of a job file."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import difflib
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import yaml
 
-from orchestrate.errors import UsageError
-from orchestrate.job import command, strict_yaml, values
-from orchestrate.job.strict_yaml import shown
+from orchestrate.job import inputs, values
+from orchestrate.job.redact import Mask
 
 APP = ("-m", "app.train", "--resume", "auto")
 IMAGE = "orchestrate-node:0.1"
-TEXTS = ("command", "env", "name", "user")  # keys whose values are always text
+TEXTS = ("command", "before", "env", "hyperparameters", "labels", "name", "user")  # keys whose values are always text
 
 NODES = values.integer(1, values.MAX_TRAINERS + 1)
-
-
-def _trainers(nodes: Any) -> int:
-    """Convert a number of nodes to a number of trainers; raises UsageError."""
-    try:
-        return int(NODES.parse(nodes)) - 1
-    except ValueError as error:
-        raise UsageError(f"nodes must be {error}, not {shown(nodes)}", "nodes includes the master") from None
 
 
 @values.kind(values.list_of({"type": "string"}))
@@ -64,11 +52,29 @@ class JobSpec:
         "command of each worker: `SCRIPT.py ARGS`, `-m MODULE ARGS`, or any program with arguments",
         "the app",
     )
+    hyperparameters: dict[str, Any] = _field(
+        {},
+        inputs.hyperparameters,
+        "options to add to `command` unless it has them: `{lr: 0.1, amp: true, sizes: [1, 2]}` adds "
+        "`--lr 0.1 --amp --sizes 1 2`; `false` and `null` add nothing",
+    )
+    source: str = _field(
+        "",
+        values.SOURCE,
+        "code folder, or `git+URL@REVISION#FOLDER`; see [Source code](docs/packages.md#source-code)",
+        "the current folder",
+    )
+    before: tuple[str, ...] = _field(
+        (), values.optional_command, "command that each node runs once before its workers start, such as a download"
+    )
     expand: bool = _field(
         True,
         values.boolean,
         "whether to expand `$JOB_DIR`, `$RANK`, `$WORLD_SIZE` and [the other "
         "variables](ARCHITECTURE.md#the-contract) (`$NAME` or `${NAME}`) in `command`, separately for each worker",
+    )
+    stdin: bool = _field(
+        False, values.boolean, "whether rank 0 reads the standard input of `run`, which is read to its end at the start"
     )
     trainers: int = _field(
         3,
@@ -98,6 +104,11 @@ class JobSpec:
         "container image of the nodes, with Python 3.9 or later",
         "the project's image",
     )
+    dockerfile: str = _field("", values.PATH, "folder with a `Dockerfile` to build the image from, instead of `image`")
+    pip: list[str] = _field(
+        [], inputs.packages, "Python packages to [install](docs/packages.md), such as `[lightning, transformers>=4]`"
+    )
+    requirements: str = _field("", values.PATH, "requirements file with packages to install before those of `pip`")
     user: str = _field(
         "auto",
         values.USER,
@@ -105,8 +116,41 @@ class JobSpec:
         "`root`, or `UID:GID`",
     )
     env: dict[str, str] = _field({}, values.env, "environment variables of every worker; see [Secrets](#secrets)")
-    secrets: list[str] = _field(
-        [], values.variables, "variables of `env` to treat as [secrets](#secrets) regardless of their names"
+    secrets: dict[str, str] = _field(
+        {},
+        inputs.secrets,
+        "[secrets](#secrets): `{HF_TOKEN: env}` or `{HF_TOKEN: FILE}` makes a file with the value available, at the "
+        "path in `$HF_TOKEN_FILE`; a list of names marks variables of `env` as secret",
+    )
+    data: dict[str, str] = _field(
+        {},
+        inputs.data,
+        "folders with [data](docs/data.md) by name: `{train: DIR}` is read-only in nodes, at the path in `$DATA_TRAIN`",
+    )
+    mounts: list[str] = _field(
+        [], inputs.mounts, "folders of this machine to [mount](docs/data.md) in nodes, such as `[~/models:/models]`"
+    )
+    services: str = _field(
+        "",
+        values.PATH,
+        "Compose file with [services](docs/tuning.md#services) that the job's nodes reach by name, such as a database",
+    )
+    ports: list[str] = _field(
+        [],
+        inputs.ports,
+        "ports of the master to [open](docs/tuning.md#ports) on this machine, such as `[6006]` or `[8080:80]`",
+    )
+    labels: dict[str, str] = _field(
+        {}, inputs.labels, "labels of the job's containers, such as `{team: vision}`, for `docker ps --filter label=…`"
+    )
+    checkpoints: str = _field(
+        "",
+        values.STORAGE,
+        "[object store](docs/storage.md) such as `s3://bucket/digits`, to which checkpoints are copied while the job "
+        "runs, and from which it continues",
+    )
+    output: str = _field(
+        "", values.STORAGE, "[object store](docs/storage.md) to which the files of the job are copied at its end"
     )
     memory: str | None = _field(
         None,
@@ -125,6 +169,9 @@ class JobSpec:
         "bridge",
         values.choice("bridge", "host"),
         "network of the nodes: `bridge` (private to the job) or `host` ([less isolated](docs/tuning.md#network))",
+    )
+    isolated: bool = _field(
+        False, values.boolean, "whether nodes can reach only each other: no other network, and not the internet"
     )
     host_access: bool = _field(
         False,
@@ -164,6 +211,12 @@ class JobSpec:
     hang_after: float | None = _field(
         600.0, values.optional_duration, "time without output or CPU use after which a job counts as hung, or `none`"
     )
+    on_event: str = _field(
+        "",
+        values.PATH,
+        "URL to [notify](docs/restarts.md#notifications) when the job starts, restarts, hangs or ends; on the command "
+        "line also a program",
+    )
     optional: list[str] = _field(
         [],
         _optional_keys,
@@ -174,16 +227,52 @@ class JobSpec:
         values.boolean,
         "whether a job fails if its [workers exchange no data](docs/frameworks.md#the-world-check)",
     )
+    keep: float | None = _field(
+        None,
+        values.optional(values.LONG),
+        "time for which the job's nodes [stay up](docs/warm.md#kept-nodes) after it for the next job, such as `10m`",
+        "not kept",
+    )
     warm: bool = _field(True, values.boolean, "whether to fork workers from a process that has already imported torch")
     preload: list[str] = _field([], values.modules, "additional modules to import before forking workers")
 
+    contents: dict[str, str] = dataclasses.field(default_factory=dict, repr=False)  # of secret files; not a key
+
+    @property
+    def command_line(self) -> tuple[str, ...]:
+        """The command with the options of `hyperparameters`, except those that it has already."""
+        given = {word.partition("=")[0] for word in self.command}
+        return (*self.command, *_options({k: v for k, v in self.hyperparameters.items() if f"--{k}" not in given}))
+
+    @property
+    def files(self) -> dict[str, str]:
+        """Sources of the secrets that become files: `env` or a path, by name."""
+        return {name: source for name, source in self.secrets.items() if source != inputs.VARIABLE_OF_ENV}
+
+    def mask(self) -> Mask:
+        """Return a mask of all secrets of the job."""
+        contents = {f"{name} as a file": content for name, content in self.contents.items()}
+        return Mask(self.env | contents, {*self.secrets, *contents})
+
     def to_yaml(self) -> str:
         """The job as a job file that resolves to this spec."""
-        fields = dataclasses.asdict(self) | {"command": list(self.command)}
-        return yaml.safe_dump(fields, sort_keys=False)
+        fields = {key: getattr(self, key) for key in FIELDS}
+        lists = {key: list(value) for key, value in fields.items() if isinstance(value, tuple)}
+        return yaml.safe_dump(fields | lists, sort_keys=False)
 
 
-FIELDS = {field.name: field for field in dataclasses.fields(JobSpec)}
+def _options(hyperparameters: Mapping[str, Any]) -> Iterator[str]:
+    for name, value in hyperparameters.items():
+        if value is None or value is False:
+            continue
+        yield f"--{name}"
+        if value is not True:
+            yield from map(str, value if isinstance(value, list) else [value])
+
+
+FIELDS = {field.name: field for field in dataclasses.fields(JobSpec) if field.metadata}
+# Keys with a value for each name: KEY.NAME sets one of them.
+MAPPINGS = tuple(key for key in FIELDS if isinstance(getattr(JobSpec(), key), dict))
 
 
 def description(key: str) -> str:
@@ -202,37 +291,13 @@ def default_of(key: str) -> str:
     if isinstance(value, float):  # all are durations
         unit, seconds = next((unit, size) for unit, size in (("h", 3600), ("m", 60), ("s", 1)) if value % size == 0)
         return f"{value / seconds:g}{unit}"
-    return str(value) if value not in (None, "", [], {}) else ""
-
-
-def resolve(*layers: Mapping[str, Any]) -> JobSpec:
-    """Merge layers of field values into a spec, later ones taking precedence; raises UsageError with key and reason.
-
-    `torchrun` flags in a command belong to its layer, whose own values must not contradict them.
-    """
-    given = _parsed(layers)
-    command_line, flags = command.read(given.get("command", APP))
-    index = max((index for index, layer in enumerate(layers) if "command" in layer), default=-1)
-    own, later, implied = _parsed(layers[max(0, index) : index + 1]), _parsed(layers[index + 1 :]), _parsed([flags])
-    if differ := [key for key in implied if own.get(key, implied[key]) != implied[key]]:
-        raise UsageError(
-            f"{differ[0]} is {own[differ[0]]}, but torchrun's flags set {implied[differ[0]]}", "set only one of them"
-        )
-    found = given | {key: value for key, value in implied.items() if key not in later}
-    spec = JobSpec(**found | {"command": command_line})
-    if (spec.min_trainers or 0) > spec.trainers:
-        raise UsageError(f"min_trainers is {spec.min_trainers}, but trainers is {spec.trainers}", "lower min_trainers")
-    if unknown := [name for name in spec.secrets if name not in spec.env]:
-        raise UsageError(
-            f"secrets lists {unknown[0]}, which is not in env", f"set env.{unknown[0]}, or remove it from secrets"
-        )
-    return spec
+    return str(value) if value not in (None, "", (), [], {}) else ""
 
 
 def unencodable(spec: JobSpec) -> str:
     """Why the command and environment cannot be passed to processes of this machine; empty if they can be."""
     for key, text in [
-        *(("command", word) for word in spec.command),
+        *(("command", word) for word in (*spec.command_line, *spec.before)),
         *((f"env.{name}", value) for name, value in spec.env.items()),
     ]:
         try:
@@ -240,97 +305,3 @@ def unencodable(spec: JobSpec) -> str:
         except UnicodeEncodeError as error:
             return f"{key} has characters that this locale's encoding, {error.encoding}, cannot represent"
     return ""
-
-
-def _parsed(layers: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Parse the keys of layers, each on its own, without checking them against each other; raises UsageError."""
-    found: dict[str, Any] = {}
-    for layer in layers:
-        if {"nodes", "trainers"} <= layer.keys():
-            raise UsageError("nodes and trainers are both set", "set only one of them; nodes includes the master")
-        for key, value in layer.items():
-            if key == "nodes":
-                key, value = "trainers", _trainers(value)
-            variable = key[4:] if key.startswith("env.") else None
-            key, value = ("env", {variable: value}) if variable is not None else (key, value)
-            if key not in FIELDS:
-                near = difflib.get_close_matches(key, FIELDS, n=1, cutoff=0.7)
-                hint = f"did you mean {near[0]}?" if near else f"the keys are {', '.join(FIELDS)}"
-                raise UsageError(f"unknown key {shown(key)}", hint)
-            try:
-                parsed = FIELDS[key].metadata["kind"].parse(_decoded(value))
-            except ValueError as error:
-                but = "" if key == "env" else f", not {shown(value)}"
-                raise UsageError(f"{key} must be {error}{but}", description(key)) from None
-            if variable is None:
-                found[key] = parsed
-            else:
-                found.setdefault("env", {}).update(parsed)
-    return found
-
-
-def _decoded(value: Any) -> Any:
-    """Decode text as UTF-8, even if Python has read the command line in another encoding.
-
-    Raises ValueError for text that cannot be passed to a process.
-    """
-    if isinstance(value, str):
-        try:
-            text = value.encode("utf-8", "surrogateescape").decode()
-        except UnicodeError:
-            text = "\0"
-        if "\0" in text:
-            raise ValueError("text in UTF-8 without NUL characters")
-        return text
-    if isinstance(value, Mapping):
-        for name, content in value.items():
-            try:
-                _decoded(content)
-            except ValueError as error:
-                raise ValueError(f"{error}, which {shown(name)} is not") from None
-        return {_decoded(name): _decoded(content) for name, content in value.items()}
-    return [_decoded(one) for one in value] if isinstance(value, (list, tuple)) else value
-
-
-def read_set(assignments: list[str]) -> dict[str, Any]:
-    """Parse `--set key=value …` into a layer; values are YAML."""
-    layer: dict[str, Any] = {}
-    for assignment in assignments:
-        key, equals, value = assignment.partition("=")
-        if not equals:  # what follows the name may be a secret
-            name = re.match(r"[\w.]*", assignment)[0]  # type: ignore[index]
-            raise UsageError(f"--set {name}: missing =", "use --set key=value")
-        layer[key] = value
-        if not key.startswith("env.") and key not in ("command", "name", "user"):
-            with contextlib.suppress(yaml.YAMLError):
-                layer[key] = strict_yaml.parse(value, all_text=key == "env")[0]
-    return layer
-
-
-def read_file(path: Path) -> dict[str, Any]:
-    """Read a job file into a layer; raises UsageError with the location of the error."""
-    return layer(strict_yaml.read(path), path)
-
-
-def layer(text: str, path: Path) -> dict[str, Any]:
-    """Parse the text of a job file into a layer; raises UsageError with the location of the error."""
-    try:
-        value, places = strict_yaml.parse(text, TEXTS)
-    except yaml.MarkedYAMLError as error:
-        problem = f"{_location(path, error.problem_mark)}: {error.problem}"
-        raise UsageError(problem, "a job file is a YAML mapping") from None
-    if places is None:
-        return {}
-    if not isinstance(value, dict):
-        kind = "a list" if isinstance(value, list) else "a single value"
-        raise UsageError(f"{path} contains {kind}, not a mapping of keys to values", "write lines such as trainers: 3")
-    for key, mark in places.items():
-        try:
-            _parsed([{key: value[key]}])
-        except UsageError as error:
-            raise UsageError(f"{_location(path, mark)}: {error}", error.hint) from None
-    return value
-
-
-def _location(path: Path, mark: yaml.Mark | None) -> str:
-    return f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else str(path)

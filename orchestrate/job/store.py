@@ -18,11 +18,15 @@ from orchestrate.files import folder, records
 from orchestrate.files.folder import content
 from orchestrate.files.paths import JOB, JobPaths
 from orchestrate.files.records import Record
-from orchestrate.job import owners, report, strict_yaml, users
+from orchestrate.job import owners, recorder, report, strict_yaml, users
+from orchestrate.job.events import Event
+from orchestrate.job.layers import layer, resolve
 from orchestrate.job.plan import Plan, read_plan
 from orchestrate.job.redact import redacted, secret_names
-from orchestrate.job.spec import APP, JobSpec, layer, resolve
+from orchestrate.job.spec import APP, JobSpec
 from orchestrate.node.trees import clear
+
+FILE = "file:"  # before the name of a secret that is a file, in the record
 
 
 def new_id(spec: JobSpec) -> str:
@@ -45,12 +49,13 @@ def create(spec: JobSpec, plan: Plan, paths: JobPaths) -> None:
     owner = users.nodes_of(spec) if plan.engine != "process" else None
     theirs = os.path.lexists(paths.root)  # another job's
     hidden = {name: spec.env[name] for name in secret_names(spec.env, spec.secrets)}
+    hidden |= {f"{FILE}{name}": content for name, content in spec.contents.items()}
     try:
         owners.make(paths.root.parent)
         if cluster == plan.job_id:
             paths.create_cluster(owner, hidden)
         else:
-            paths.create(cluster, owner, hidden)
+            paths.create(cluster, owner, hidden, plan.placement.has_work)
         records.write(paths.spec, dataclasses.replace(spec, env=redacted(spec.env, spec.secrets)).to_yaml())
         keep(paths, plan)
     except BaseException as error:  # including Ctrl-C
@@ -131,7 +136,9 @@ def _read(paths: JobPaths, record: Record | None) -> tuple[JobSpec, Plan]:
             raise ValueError(why)
         hidden = record.secrets if record else {}
         texts = {paths.spec: strict_yaml.read(paths.spec), paths.plan: content(paths.plan)}
-        spec = resolve(layer(texts[paths.spec], paths.spec), {f"env.{name}": value for name, value in hidden.items()})
+        env = {f"env.{name}": value for name, value in hidden.items() if not name.startswith(FILE)}
+        contents = {name.removeprefix(FILE): value for name, value in hidden.items() if name.startswith(FILE)}
+        spec = dataclasses.replace(resolve(layer(texts[paths.spec], paths.spec), env), contents=contents)
         plan = read_plan(texts[paths.plan], spec.env)
         if plan.job_id != paths.root.name:
             raise ValueError(f"its plan belongs to {plan.job_id!r}")
@@ -149,6 +156,18 @@ def _read(paths: JobPaths, record: Record | None) -> tuple[JobSpec, Plan]:
         raise UsageError(
             f"{paths.root} does not contain a job that can continue: {error}", "start the job again"
         ) from None
+
+
+def history(paths: JobPaths) -> list[Event]:
+    """Return the events of a job so far; raises UsageError if they are damaged."""
+    record = records.find(paths.root)
+    try:
+        with folder.regular(paths.events) as file:
+            return recorder.read(file.read(), bytes.fromhex(record.events) if record else b"")[0]
+    except FileNotFoundError:  # the job has just been created
+        return []
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{paths.events} is damaged: {error}", f"python -m orchestrate rm {paths.root.name}") from None
 
 
 def ended(paths: JobPaths) -> dict[str, Any] | None:

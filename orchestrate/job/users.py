@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from orchestrate.errors import UsageError
+from orchestrate.files.folder import allows
 from orchestrate.job.spec import JobSpec
 
 NO_ID = (1 << 32) - 1  # means "unchanged" to chown(2)
@@ -78,6 +79,4 @@ def _group(group: int) -> str:
 def can_read(path: Path, user: int, group: int) -> bool:
     """Whether the mode of a path lets a user read the file, or list and enter the folder."""
     status = path.stat()
-    shift = 6 if status.st_uid == user else 3 if status.st_gid == group else 0
-    wanted = 5 if stat.S_ISDIR(status.st_mode) else 4
-    return user == 0 or (status.st_mode >> shift) & wanted == wanted
+    return allows(status, user, group, 5 if stat.S_ISDIR(status.st_mode) else 4)

@@ -20,6 +20,7 @@ MAX_GPUS = 1024  # per job
 MAX_BYTES = (1 << 63) - 1  # of memory; the range of the engine's integers
 MIN_MEMORY = 64 << 20  # bytes per node; less does not start Python, and usually lacks its unit, such as 4
 MAX_RULES, MAX_PATTERN = 100, 1000
+SHELL = ("&&", "||", "|", ";", "&", ">", ">>", "<", "2>&1")  # words that only a shell understands
 MAX_CONSTRAINTS, MAX_CONSTRAINT = 100, 500
 
 _WHOLE = r"-?(0|[1-9][0-9]{0,17})"  # Python takes minutes for a million digits
@@ -109,9 +110,17 @@ def command(value: Any) -> tuple[str, ...]:
         words = shlex.split(value) if isinstance(value, str) else value
     except ValueError as error:  # an unterminated quotation
         raise ValueError(f"{meaning} ({error})") from None
+    if isinstance(value, str) and (operator := next((word for word in words if word in SHELL), "")):
+        raise ValueError(f"{meaning}; {operator} needs a shell: use sh -c '…'")
     if not isinstance(words, (list, tuple)) or not words or not all(isinstance(w, (str, int, float)) for w in words):
         raise ValueError(meaning)
     return tuple(str(word) for word in words)
+
+
+@kind(either(command.schema, {"type": "array", "maxItems": 0}, one_of([""])))
+def optional_command(value: Any) -> tuple[str, ...]:
+    """A command line, or nothing."""
+    return tuple(command.parse(value)) if value not in ("", [], ()) else ()
 
 
 @kind(either(one_of(("auto", "all", "none")), integer(1, MAX_GPUS).schema))
@@ -240,15 +249,6 @@ def constraints(value: Any) -> list[str]:
     return conditions
 
 
-@kind(list_of(matching(VARIABLE)))
-def variables(value: Any) -> list[str]:
-    """Names of variables, as a list or in one string."""
-    names = value.split() if isinstance(value, str) else value
-    if not isinstance(names, list) or not all(re.fullmatch(VARIABLE, str(name)) for name in names):
-        raise ValueError("a list of names in env")
-    return [str(name) for name in names]
-
-
 LONG = duration("10 years", 3650 * _DAY)  # longer than any job, and exact as a float
 GRACE = duration("1 day", _DAY)  # must fit 32 bits as seconds for Docker and as milliseconds for poll()
 
@@ -264,6 +264,12 @@ def optional(other: Kind) -> Kind:
     return Kind(lambda value: None if value is None else other.parse(value), either(other.schema, {"type": "null"}))
 
 
+STORAGE_URL = r"(?:s3|gs|az|file)://[!-~]+"
+STORAGE = text(rf"|{STORAGE_URL}", "a URL such as s3://bucket/folder, gs://…, az://… or file:///folder")
+SOURCE = text(
+    r"(?!git\+)[^\x00-\x1f\x7f-\x9f]*|git\+(https|ssh|file)://[!-~]+", "a folder, or git+https://…@REVISION#FOLDER"
+)
+PATH = text(r"[^\x00-\x1f\x7f-\x9f]*", "a path")
 NAME = text(r"[^\x00-\x1f\x7f-\x9f]{0,200}", "text of at most 200 characters, on one line")
 USER = text(r"auto|root|[0-9]{1,9}(:[0-9]{1,9})?", "auto, root, UID, or UID:GID")
 VOLUME = text(rf"|/{VISIBLE}+|[\w.-]+", "the name of a volume, or a path")

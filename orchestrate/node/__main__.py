@@ -6,6 +6,7 @@ It runs in one of these modes (`NODE_MODE`; by default `static` if `RANK` is set
             outside a container; or to one with the host's name in the folder `NODE_SOCKETS`, directly if that
             folder is mounted; or to TCP port `NODE_PORT` (`N`, or the sum `N+M`). Both sides know `NODE_KEY`, 32 bytes
             in hexadecimal digits, which no worker gets. The node imports `NODE_PRELOAD` and forks workers from there.
+            It ends after `NODE_KEEP` seconds without a job, if set.
     relay       Runs next to the orchestrator of nodes on other machines, and renews their leases; see `lease.py`.
     rendezvous  Plain `docker compose up`: trainers register with the master; the master ranks them in Compose's order,
             gives each node its own GPUs, and ends the whole gang when one worker fails.
@@ -70,6 +71,7 @@ def run(arguments: list[str], hex_key: str) -> int:
             shared,
             sum(map(int, port.split("+"))) if port else 0,
             key(hex_key),
+            float(os.environ.get("NODE_KEEP") or 0),
         )
     if mode == "relay":
         relay(key(hex_key), int(os.environ["NODE_PORT"]))

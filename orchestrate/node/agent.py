@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import shlex
 import signal
 import socket
 import stat
@@ -27,11 +28,12 @@ from orchestrate.node.ranks import FENCE, Env, fence
 from orchestrate.node.traffic import Traffic
 from orchestrate.node.trees import clear, replace
 from orchestrate.node.warm import SUPPORTED, limits_and_priority
-from orchestrate.node.worker import Worker, activity, kill, oom_kills
+from orchestrate.node.worker import FAILED_TO_START, Worker, activity, kill, oom_kills
 
 IPC_RMID = 0  # of shmctl(2), msgctl(2) and semctl(2)
 FILTER_INTERVAL = 0.05  # seconds between two checks for the packet filter
 ROUTES = Path("/proc/self/net/route")
+FIRST_JOB = 60.0  # seconds that a new node waits at least for its first job: the other nodes may take long to start
 NOT_STARTED = 128 + signal.SIGTERM  # exit code of a worker whose generation ended before it could start
 
 
@@ -53,6 +55,20 @@ class Agent:
         self.traffic = Traffic(loop, self._pids)
         self.bound: dict[str, tuple[os.stat_result, int]] = {}  # path of a socket: the file, and its mode
         self.limits_and_priority = limits_and_priority(os.getpid())
+        self.idle_since = time.monotonic() + FIRST_JOB
+        self.prepared = False  # whether the command of `before` has succeeded for this job
+        self.next: tuple[protocol.Start, Env] | None = None  # the last request while that command was running
+
+    def expire(self, keep: float) -> None:
+        """End the node once it has had neither a job nor a client for `keep` seconds."""
+        left = self.idle_since + keep - time.monotonic()
+        if self.job or self.channels:
+            left = keep
+        if left > 0:
+            self.loop.after(min(left, keep), lambda: self.expire(keep))
+        else:
+            print_message(f"ending the node: no job has used it for {keep:g} s")
+            self.loop.stop(end=True)
 
     def listen_tcp(self, port: int) -> None:
         """Accept requests over TCP; raises OSError."""
@@ -78,8 +94,9 @@ class Agent:
     def receive(self, channel: Channel, message: Any) -> None:
         """Execute a request, or raise Refused; None means that the client has disconnected."""
         if message is None:
-            if channel in self.channels:
+            if channel in self.channels:  # it has sent a request, unlike one that only looks whether the node listens
                 self.channels.remove(channel)
+                self.idle_since = time.monotonic()
             return
         request = protocol.decode(message, protocol.REQUESTS)
         if isinstance(request, protocol.Upload | protocol.GetChanges | protocol.Read):
@@ -146,16 +163,16 @@ class Agent:
         if request.filtered and not marked(ROUTES.read_text()):
             return self.report(protocol.Ended(*whose(env), NOT_STARTED, time.time(), "ending", asked=False))
         check(request.folders or {})
-        self.start(request.command, local_env(env) if self.alone else env, request.cwd, request.log)
+        self.start(request, local_env(env) if self.alone else env)
 
-    def start(self, command: list[str], env: Env, cwd: str | None, log: int | None = None) -> None:
+    def start(self, request: protocol.Start, env: Env) -> None:
         """Start a worker, unless its generation is over; a newer generation ends all older workers.
 
-        `log` is the length of its downloaded log. Raises Refused if its environment has no valid rank or generation.
+        Raises Refused if its environment has no valid rank or generation, or if a secret cannot be written.
         """
         generation, rank = whose(env)
-        if log is not None:
-            self.files.follow(env.get("JOB_DIR", ""), rank, log)
+        if request.log is not None:
+            self.files.follow(env.get("JOB_DIR", ""), rank, request.log)
         if self.job not in ("", env.get("JOB_ID")) and not self.clean():  # the last job was not cleaned up
             return
         self.job, self.folder, self.hint = env.get("JOB_ID", ""), env.get("JOB_DIR", ""), ""
@@ -175,13 +192,49 @@ class Agent:
                 asked = worker is None or worker.asked
                 self.report(protocol.Ended(generation, rank, code, time.time(), hints[rank], asked, self._use(rank)))
 
+        self._write_secrets(request.secrets or {})
+        self._prepare(request, env)
         worker: Worker | None = None
         started = lambda pid: self.report(protocol.Started(generation, rank, pid))  # noqa: E731
-        worker = self.loop.start(command, env, cwd, done, started)
+        worker = self.loop.start(request.command, env, request.cwd, done, started)
         if worker:
             self.workers[rank] = worker
             if env.get("WORLD_SIZE", "1") != "1" or env.get("CUDA_VISIBLE_DEVICES"):
                 self.traffic.start()
+
+    def _write_secrets(self, secrets: dict[str, str]) -> None:
+        """Write the job's secret files, which only this user can read; raises Refused."""
+        for path, content in secrets.items():
+            try:
+                os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+                replace(path, content, 0o400)
+            except OSError as error:
+                raise Refused(f"start: secrets: cannot write {shown(path)}: {error.strerror}") from None
+
+    def _prepare(self, request: protocol.Start, env: Env) -> None:
+        """Run the command of `before`, unless it has succeeded here for this job; workers wait for its end.
+
+        One of an older generation may still be ending: then it is run after that.
+        """
+        if not request.before or self.prepared or self.loop.ending:
+            return
+        if self.loop.held:
+            self.next = request, env
+            return
+        command, generation, self.next = shlex.join(request.before), self.generation, None
+
+        def done(code: int) -> None:
+            self.prepared, self.loop.held = not code, None
+            if code and generation != self.generation and self.next and self.loop.waiting():
+                return self._prepare(*self.next)
+            self.loop.release(code, command)
+
+        try:
+            first = Worker(request.before, env, request.cwd, done)
+        except OSError as error:
+            print_message(f"cannot run {command}: {error}")
+            return done(FAILED_TO_START)
+        self.loop.hold(first)
 
     def _pids(self) -> dict[int, int]:
         return {rank: worker.pid for rank, worker in self.workers.items() if rank not in self.codes}
@@ -197,13 +250,14 @@ class Agent:
         """
         self.job, self.generation, self.workers, self.codes, self.hints = "", -1, {}, {}, {}
         self.traffic.forget()
-        self.files = Files()  # what was uploaded may have been changed
+        self.files, self.next = Files(), None  # what was uploaded may have been changed
         if self.lease:
             self.lease.end()
             self.lease = None
         kill(self.loop.workers, signal.SIGKILL)
         try:
             self.loop.finish()
+            self.prepared = False  # only now: a command that had just succeeded has set it
             if folders := os.environ.get("NODE_WIPE", "").split():  # only a container has its own
                 wipe(folders, self.bound)
                 free_ipc()
@@ -229,9 +283,10 @@ class Agent:
     def status(self) -> protocol.Status:
         """Report the generation, the exit codes of ended workers, and the state of running ones."""
         zygote = self.loop.zygote
-        importing = zygote.process.pid if zygote else 0  # for workers that are waiting for the import
+        # What workers that have not been started wait for.
+        first = self.loop.held.pid if self.loop.held else zygote.process.pid if zygote else 0
         running = {
-            str(rank): {"pid": worker.pid, **activity(worker.pid or importing)}
+            str(rank): {"pid": worker.pid, **activity(worker.pid or first)}
             for rank, worker in self.workers.items()
             if rank not in self.codes
         }
@@ -247,11 +302,12 @@ class Agent:
         )
 
 
-def serve(path: str, shared: str, port: int, key: bytes) -> int:
+def serve(path: str, shared: str, port: int, key: bytes, keep: float) -> int:
     """Listen on the Unix socket `path` for requests of clients that have `key`, until asked to end.
 
     Also listen on `shared`, if possible: a socket in a mounted folder, which an orchestrator on the same kernel can
-    reach without the engine; and on a TCP port, for an orchestrator on another machine.
+    reach without the engine; and on a TCP port, for an orchestrator on another machine. Also end after `keep` seconds
+    without a job, if that is not 0.
     """
     loop = Loop()
     if SUPPORTED and (modules := os.environ.get("NODE_PRELOAD", "").split()):
@@ -266,6 +322,8 @@ def serve(path: str, shared: str, port: int, key: bytes) -> int:
             agent.listen(shared)
     if port:
         agent.listen_tcp(port)
+    if keep:
+        agent.expire(keep)
     loop.run()
     for each in filter(None, (path, shared)):
         with contextlib.suppress(OSError):  # already removed, or replaced by a worker

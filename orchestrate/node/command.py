@@ -8,12 +8,12 @@ from collections.abc import Sequence
 
 from orchestrate.node.ranks import CONTRACT, Env
 
-NAMES = {*CONTRACT, "OMP_NUM_THREADS"} - {"WORKER_CORES", "WORKER_EXPAND"}
+NAMES = {*CONTRACT, "OMP_NUM_THREADS"} - {"WORKER_CORES", "WORKER_EXPAND", "WORKER_STDIN"}
 VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})", re.ASCII)
 
 
 def expanded(command: list[str], env: Env) -> list[str]:
-    """Expand `$NAME` and `${NAME}` to the worker's own values, for variables that the orchestrator sets.
+    """Expand `$NAME` and `${NAME}` to the worker's own values, for variables that the orchestrator sets or `DATA_…`.
 
     Everything else remains unchanged, including any other `$`; with `WORKER_EXPAND=false`, the whole command does.
     """
@@ -22,7 +22,7 @@ def expanded(command: list[str], env: Env) -> list[str]:
 
     def value(match: re.Match[str]) -> str:
         name = match[1] or match[2]
-        return env.get(name, match[0]) if name in NAMES else match[0]
+        return env.get(name, match[0]) if name in NAMES or name.startswith("DATA_") else match[0]
 
     return [VARIABLE.sub(value, word) for word in command]
 

@@ -19,7 +19,7 @@ from orchestrate.node.protocol import Changes, Piece, Uploaded
 from orchestrate.node.trees import clear, data, opened, walk
 
 PIECE = 1 << 19  # bytes of one message
-LOGS = "logs"
+LOGS, WORK = "logs", "work"
 Facts = list[int]  # size, time of change in nanoseconds, inode, mode
 
 
@@ -49,7 +49,8 @@ class Files:
             raise OSError("the upload is damaged: its digest differs")
         os.makedirs(folder, exist_ok=True)
         with file:
-            if left := clear(folder, keep=[LOGS] if real_folder(f"{folder}/{LOGS}") else []):
+            # What workers wrote in earlier generations replaces this node's, except in their working directory.
+            if left := clear(folder, keep=[name for name in (LOGS, WORK) if real_folder(f"{folder}/{name}")]):
                 raise OSError(f"cannot empty {folder}: {left[0]} cannot be removed")
             _unpack(file, folder)
         self.uploaded = {path: known for path, known in self.uploaded.items() if not path.startswith(f"{folder}/")}
@@ -76,10 +77,12 @@ class Files:
                     self.bases[path] -= offset - start  # the downloaded log has no hole here
                     logs[path] = base64.b64encode(text).decode()
         for path, status in walk(folder):
+            if self.uploaded.get(f"{folder}/{path}") == facts(status):
+                continue
             if stat.S_ISLNK(status.st_mode):
                 with contextlib.suppress(OSError):
                     links[path] = os.readlink(f"{folder}/{path}")
-            elif not path.startswith(f"{LOGS}/") and self.uploaded.get(f"{folder}/{path}") != facts(status):
+            elif not path.startswith(f"{LOGS}/"):
                 files[path] = facts(status)
         uploaded = (path.removeprefix(f"{folder}/") for path in self.uploaded if path.startswith(f"{folder}/"))
         gone = [path for path in uploaded if not os.path.lexists(f"{folder}/{path}")]

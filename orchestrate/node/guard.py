@@ -2,7 +2,7 @@
 
 A program that runs next to the node:
 
-    python -I -S guard.py MARK ADDRESS/MASK ...
+    python -I -S guard.py MARK ADDRESS/MASK ... tcp:PORT ...
 
 The orchestrator runs it in a separate container that shares the node's network namespace and has CAP_NET_ADMIN there,
 which no node has. It sets up a packet filter (nf_tables) that rejects what the node sends to these addresses, and what
@@ -10,6 +10,7 @@ it receives from them: torch's store has no password, and any user of the host c
 Routes are not enough: a socket that is bound to an interface (SO_BINDTODEVICE) or skips gateways (SO_DONTROUTE)
 bypasses them, and needs no capability for that.
 
+The host can still connect to the ports that are listed.
 It also adds a route to an unused address: a mark that shows the orchestrator, in /proc, that the filter is in place.
 Numbers are those of linux/netlink.h, linux/rtnetlink.h and linux/netfilter/nf_tables.h.
 """
@@ -36,7 +37,7 @@ IPV4, IPV6 = 2, 10
 LENGTH = {IPV4: 4, IPV6: 16}  # bytes of an address
 SOURCE, DESTINATION = {IPV4: 12, IPV6: 8}, {IPV4: 16, IPV6: 24}  # its offsets in the packet's header
 PROHIBITED = {IPV4: b"\x0d", IPV6: b"\x01"}  # ICMP: "administratively prohibited"
-ICMP6 = 58
+ICMP6, TCP = 58, 6
 DNS = 53
 
 
@@ -80,6 +81,7 @@ def masked(mask: bytes) -> bytes:
 ACCEPT = expression("immediate", number(1, 0), attribute(2, attribute(2, number(1, 1))))
 IS_ANSWER = expression("ct", number(1, REGISTER), number(2, 1)) + equals(b"\x01")  # on connections to the node
 IS_ICMP6 = expression("meta", number(1, REGISTER), number(2, 16)) + equals(bytes([ICMP6]))  # neighbor discovery
+IS_TCP = expression("meta", number(1, REGISTER), number(2, 16)) + equals(bytes([TCP]))
 IS_DNS = field(2, 2, 2) + equals(struct.pack(">H", DNS))
 
 
@@ -92,9 +94,10 @@ def outgoing(family: int, blocked: list[str], servers: list[bytes]) -> list[byte
     return found + refused(family, to, blocked)
 
 
-def incoming(family: int, blocked: list[str]) -> list[bytes]:
-    """Rules for packets that a node receives: only answers from these addresses."""
+def incoming(family: int, blocked: list[str], ports: list[int]) -> list[bytes]:
+    """Rules for packets that a node receives: only answers from these addresses, and connections to these ports."""
     found = [IS_ANSWER + ACCEPT] + [IS_ICMP6 + ACCEPT] * (family == IPV6)
+    found += [IS_TCP + field(2, 2, 2) + equals(struct.pack(">H", port)) + ACCEPT for port in ports]
     return found + refused(family, field(1, SOURCE[family], LENGTH[family]), blocked)
 
 
@@ -176,9 +179,11 @@ def resolvers(path: str) -> list[bytes]:
 
 def main() -> None:
     """Set up the filter, then the mark."""
-    servers, blocked = resolvers("/etc/resolv.conf"), sys.argv[2:]
+    servers, words = resolvers("/etc/resolv.conf"), sys.argv[2:]
+    ports = [int(word[4:]) for word in words if word.startswith("tcp:")]
+    blocked = [word for word in words if not word.startswith("tcp:")]
     for family in [IPV4] + [IPV6] * os.path.exists("/proc/net/if_inet6"):
-        rules = {INCOMING: incoming(family, blocked), OUTGOING: outgoing(family, blocked, servers)}
+        rules = {INCOMING: incoming(family, blocked, ports), OUTGOING: outgoing(family, blocked, servers)}
         send(NETFILTER, batch(family, rules))
     mark(int(sys.argv[1]))
 

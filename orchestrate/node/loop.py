@@ -45,6 +45,7 @@ class Loop:
         self.zygote: Zygote | None = None
         self.adopting = adopt_orphans()  # so that no orphan outlives the node
         self.workers: list[Worker] = []
+        self.held: Worker | None = None  # a command that other workers wait for
         self.grace = seconds(os.environ, "NODE_GRACE", 30)  # between SIGTERM and SIGKILL
         self.ending = False  # the node has been asked to end, and starts no more workers
         self.on_end: Callable[[], None] = lambda: None  # called when `ending` becomes true
@@ -107,16 +108,40 @@ class Loop:
         self.watch(worker.output, lambda: self._pump(worker))
         if self.zygote:
             self.zygote.go()
-        if self.zygote is None or self.zygote.ready is not None:
-            self._launch(worker)
+        self._launch_waiting()
         return worker
+
+    def hold(self, first: Worker) -> None:
+        """Start `first` at once, and other workers only after `release`."""
+        self.held = first
+        self.workers.append(first)
+        self.watch(first.output, lambda: self._pump(first))
+        try:
+            first.start(None)
+        except OSError as error:
+            first.failed_to_start(error)
+
+    def release(self, code: int, command: str) -> None:
+        """Start the workers that are waiting; if `code`, the exit code of `command`, is not 0, end them with it."""
+        self.held = None
+        for worker in self.waiting() if code else ():
+            worker.cancel(code, f"was not started: `{command}` failed with exit code {code}")
+        self._launch_waiting()
+
+    def waiting(self) -> list[Worker]:
+        """Return the workers that have not been started."""
+        return [worker for worker in self.workers if worker.poll() is None and not worker.pid]
+
+    def _launch_waiting(self) -> None:
+        if not self.held and (self.zygote is None or self.zygote.ready is not None):
+            for worker in self.waiting():
+                self._launch(worker)
 
     def _settled(self, why: str) -> None:
         """The import has finished or failed: start the workers that were waiting for it."""
         if why:
             print_message(f"starting a fresh interpreter for each worker: {why}")
-        for worker in [worker for worker in self.workers if worker.poll() is None and not worker.pid]:
-            self._launch(worker)
+        self._launch_waiting()
 
     def _launch(self, worker: Worker) -> None:
         try:
@@ -195,6 +220,8 @@ class Loop:
 
     def _reap(self) -> None:
         for worker in [worker for worker in self.workers if worker.poll() is not None]:
+            if self.held and not worker.pid and worker is not self.held:
+                continue  # it was ended before it started, and the command that it waits for has time to end
             self.workers.remove(worker)
             self.forget(worker.output)
             worker.close()

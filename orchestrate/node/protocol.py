@@ -47,11 +47,11 @@ def _facts(value: Any) -> str:
 
 
 def _doing(value: Any) -> str:
-    """The process of a worker: process id, state as in proc(5), CPU time."""
+    """The process of a worker: process id, state as in proc(5), CPU time, and memory, if its node reports it."""
     if not isinstance(value, dict) or not {"pid", "state", "cpu"} <= value.keys():
         return " must be the state of a process"
     state = checks.any_text(value["state"]) or ("" if len(value["state"]) < 2 else " must be a state of proc(5)")
-    return up_to(1 << 31)(value["pid"]) or state or checks.time(value["cpu"])
+    return up_to(1 << 31)(value["pid"]) or state or checks.time(value["cpu"]) or up_to(1 << 62)(value.get("memory", 0))
 
 
 def _use(value: Any) -> str:
@@ -78,6 +78,8 @@ class Start(NamedTuple):
     log: Number | None = None  # bytes of its log that were downloaded
     filtered: Flag | None = None  # only if the node's network has its packet filter: a restarted container has none
     folders: Lengths | None = None  # only if these paths have the given inodes: others could have replaced them
+    secrets: Annotated[dict[str, str], checks.mapping(checks.any_text, checks.path)] | None = None  # files, by path
+    before: Annotated[list[str], checks.command] | None = None  # a command to run first, once in each node
 
 
 class Stop(NamedTuple):

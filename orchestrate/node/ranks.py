@@ -62,7 +62,7 @@ FENCE = "generation"  # a file in the job's folder
 DEFAULTS = {"OMP_NUM_THREADS", *frameworks.NAMES}  # variables that a user's own environment may set
 # Variables that it must not set.
 CONTRACT = {*assign([{"host": "", "cpus": 1, "gpus": []}], 1, "", 0, "", "")[0], "JOB_ID", "JOB_DIR"}
-CONTRACT |= {"WORKER_CORES", "WORKER_EXPAND"}
+CONTRACT |= {"WORKER_CORES", "WORKER_EXPAND", "WORKER_STDIN"}
 CONTRACT -= DEFAULTS
 
 

@@ -47,12 +47,13 @@ def data(file: BinaryIO, offset: int, most: int) -> tuple[int, bytes]:
     return offset, os.pread(file.fileno(), most, offset)
 
 
-def replace(path: str, text: str) -> None:
-    """Replace whatever is at `path` by a file with this content; raises OSError."""
+def replace(path: str, text: str, mode: int = 0o644) -> None:
+    """Replace whatever is at `path` by a file with this content and mode; raises OSError."""
     fresh = f"{os.path.dirname(path)}/.{os.urandom(8).hex()}"
     try:
-        with open(opened(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "w") as file:
-            file.write(text)
+        with open(opened(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
+            os.fchmod(file.fileno(), mode)
+            file.write(text.encode(errors="surrogateescape"))
         os.replace(fresh, path)
     except OSError:
         with contextlib.suppress(OSError):

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, BinaryIO
 
 from orchestrate.node.command import expanded, of_python, words
 from orchestrate.node.output import print_message, stdout
@@ -60,26 +60,31 @@ class Worker:
         if zygote and of_python(self.command):
             self.process = zygote.fork(self.command, self.env, self.cwd, self.input)
         else:
-            self.process = subprocess.Popen(
-                words(self.command),
-                env=self.env,
-                cwd=self.cwd,
-                stdin=subprocess.DEVNULL,
-                stdout=self.input,
-                stderr=self.input,
-                start_new_session=True,
-                preexec_fn=self._before,
-            )
+            with _stdin(self.env) as stdin:
+                self.process = subprocess.Popen(
+                    words(self.command),
+                    env=self.env,
+                    cwd=self.cwd,
+                    stdin=stdin,
+                    stdout=self.input,
+                    stderr=self.input,
+                    start_new_session=True,
+                    preexec_fn=self._before,
+                )
         self._no_more_input()
         self.started(self.process.pid)
 
     def failed_to_start(self, error: OSError) -> None:
         """Give it an exit code, and write the reason to its log."""
-        why = f"rank {self.rank} did not start: {error.strerror}: {error.filename or self.command[0]}"
-        print_message(why)
-        self.log.write(f"[node] {why}\n".encode(errors="backslashreplace"))
         missing = isinstance(error, FileNotFoundError) and error.filename != self.cwd
-        self.cancelled = NOT_FOUND if missing else FAILED_TO_START
+        why = f"did not start: {error.strerror}: {error.filename or self.command[0]}"
+        self.cancel(NOT_FOUND if missing else FAILED_TO_START, why)
+
+    def cancel(self, code: int, why: str) -> None:
+        """End a worker that has not started with an exit code, and write the reason to its log."""
+        print_message(f"rank {self.rank} {why}")
+        self.log.write(f"[node] rank {self.rank} {why}\n".encode(errors="backslashreplace"))
+        self.cancelled = code
 
     def _before(self) -> None:
         """Runs between fork and exec."""
@@ -208,13 +213,15 @@ class Log:
 
 
 def activity(session: int) -> dict[str, Any]:
-    """State of a session's leader, as a letter of proc(5), and CPU seconds of the whole session."""
-    state, ticks = "", 0
+    """State of a session's leader, as a letter of proc(5); CPU seconds and resident bytes of the whole session."""
+    state, ticks, pages = "", 0, 0
     for pid, facts in processes():
         if facts and int(facts[3]) == session:
             ticks += int(facts[11]) + int(facts[12])
+            pages += int(facts[21])
             state = facts[0].decode() if pid == session else state
-    return {"state": state, "cpu": ticks / os.sysconf("SC_CLK_TCK")}
+    cpu, memory = ticks / os.sysconf("SC_CLK_TCK"), pages * os.sysconf("SC_PAGE_SIZE")
+    return {"state": state, "cpu": cpu, "memory": memory}
 
 
 def oom_kills() -> int:
@@ -225,6 +232,14 @@ def oom_kills() -> int:
                 if line.startswith("oom_kill "):
                     return int(line.split()[1])
     return 0
+
+
+def _stdin(env: Env) -> BinaryIO:
+    """Open the file that a worker reads as its standard input; a regular file, or /dev/null."""
+    with contextlib.suppress(OSError):  # the job has removed it
+        if path := env.get("WORKER_STDIN"):
+            return os.fdopen(opened(path), "rb")
+    return open(os.devnull, "rb")
 
 
 def kill(workers: list[Worker], number: int) -> None:

@@ -154,8 +154,9 @@ def become(command: list[str], env: dict[str, str], cwd: str, output: int, node:
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != node:
         os._exit(128 + signal.SIGKILL)
-    with open(os.devnull, "rb") as null:
-        os.dup2(null.fileno(), 0)
+    for path in (os.devnull, env.get("WORKER_STDIN", "")):
+        with contextlib.suppress(OSError), open(path, "rb") as stdin:  # the job may have removed it
+            os.dup2(stdin.fileno(), 0)
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.close(output)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import signal
-import sys
 from collections.abc import Callable, Sequence
 
 from orchestrate.job.outcomes import TERMINATED_EXIT_CODE, Cause, ObservedExit, Reason, WorkerExit
@@ -44,16 +43,22 @@ NO_GPU_MEMORY = (
 RUN_OPTIONS = "nodes|nnodes|trainers|gpus|engine|image|dry-run|detach|set|runs|json|print-path|nproc[-_]per[-_]node"
 RANK = r"(?:\[rank\d+\]: )?"  # torch's prefix of traceback lines
 
+PACKAGES = {  # packages whose names differ from those of their modules
+    **{"cv2": "opencv-python-headless", "PIL": "pillow", "skimage": "scikit-image", "sklearn": "scikit-learn"},
+    **{"bs4": "beautifulsoup4", "dateutil": "python-dateutil", "dotenv": "python-dotenv", "yaml": "pyyaml"},
+}
 NOT_FOUND = "the program is not installed in the image: use an image that contains it (--image)"
 NOT_RUN = "make the file executable (chmod +x), and check its first line: #!/bin/bash, for example"
-NO_MODULE = r"\1 is neither in your folder nor in the image: use an image that contains it (--image)"
+NO_PACKAGE = r"\1 is neither in your folder nor in the image: install it with --pip PACKAGE"
+NO_MODULE = r"\1 is neither in your folder nor in the image: install it with --pip or --requirements"
 NO_FILE = "nodes see only the folder in which you started the job: use paths relative to it"
-READ_ONLY = "your folder is read-only in nodes: write to $JOB_DIR (in single quotes on a command line)"
+READ_ONLY = "workers can write to $JOB_DIR, /tmp and the current folder, but not to its files over 64 MiB"
 MORE_MEMORY = "raise the limit (--memory 8g), or lower the batch size"
 FEWER_LOADERS = "raise the limit (--memory 8g), or use fewer DataLoader workers"
 LOCAL_HINTS = {  # hints replaced for local processes, which have no image and no limits
     NOT_FOUND: "the program was not found on this machine's PATH",
-    NO_MODULE: rf"\1 is neither in your folder nor installed: {sys.executable} -m pip install \1",
+    NO_PACKAGE: r"\1 is neither in your folder nor installed: install it with --pip PACKAGE",
+    NO_MODULE: r"\1 is neither in your folder nor installed: install it with --pip or --requirements",
     NO_FILE: "paths are relative to the folder in which you started the job",
     READ_ONLY: "workers run as your user, which cannot write there: write to $JOB_DIR",
     MORE_MEMORY: "this machine ran out of memory: use a smaller batch or fewer workers",
@@ -79,7 +84,7 @@ BY_LINE = [
     (
         r"error: unrecognized arguments|error: argument|the following arguments are required",
         Reason.USAGE,
-        "see the script's --help",
+        "see the script's --help; if an argument has a variable, quote it: '$JOB_DIR'",
     ),
     (r"DataLoader worker .* killed by signal: Bus", Reason.SHARED_MEMORY, "increase shared memory: --set shm_size=4g"),
     (r"DataLoader worker .* killed by signal: Killed", Reason.OUT_OF_MEMORY_IN_A_CHILD, FEWER_LOADERS),
@@ -95,6 +100,13 @@ BY_LINE = [
     ),
 ]
 BY_ERROR = [  # patterns in the last exception and the lines after it
+    (r"No module named '?(\w+)(?![\w.])", Reason.SCRIPT, NO_PACKAGE),
+    (r"Requirement '([\w-]+)[^']*' not met", Reason.SCRIPT, NO_PACKAGE),
+    (
+        r"you must call `\.launch\(\)`",
+        Reason.SCRIPT,
+        "call fabric.launch() before fabric.setup(), or set -e LT_CLI_USED=1, as `fabric run` does",
+    ),
     (r"No module named '?([\w.]+)", Reason.SCRIPT, NO_MODULE),
     (
         r"(?m)^\S*:? ?(ImportError|SyntaxError|IndentationError): ",
@@ -250,6 +262,8 @@ def diagnose(plan: Plan, exit: WorkerExit, known: Reason | None, lines: list[str
             match = re.search(pattern, text)
             if match and not (kind == Reason.NO_GPUS and plan.gpus):
                 cause, hint = kind, match.expand(LOCAL_HINTS.get(advice, advice) if local else advice)
+                if advice == NO_PACKAGE:
+                    hint = hint.replace("PACKAGE", PACKAGES.get(match[1], match[1]))
                 break
     if cause == Reason.ERROR and any("Traceback (most recent call last)" in line for line in lines):
         hint = ""  # the traceback is complete
@@ -265,11 +279,17 @@ def diagnose(plan: Plan, exit: WorkerExit, known: Reason | None, lines: list[str
         node=worker.node,
         exit_code=exit.code,
         cause=cause,
-        summary=f"rank {exit.rank} on {worker.node}{host and f' ({host})'} {_end(exit.code, SUMMARY.get(cause, ''))}",
+        summary=f"{_subject(exit.rank, lines)} on {worker.node}{host and f' ({host})'} "
+        f"{_end(exit.code, SUMMARY.get(cause, ''))}",
         hint=hint,
         last_lines=lines,
         log=log,
     )
+
+
+def _subject(rank: int, lines: list[str]) -> str:
+    """What has failed: the worker, or the command that it was waiting for."""
+    return "`before`" if lines and f"[node] rank {rank} was not started: " in lines[-1] else f"rank {rank}"
 
 
 def _end(code: int, what: str) -> str:

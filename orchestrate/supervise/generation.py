@@ -24,6 +24,7 @@ DUMP_TIMEOUT = 15.0  # seconds for workers to print their stacks, even on a busy
 MAX_ENGINE_LOSSES = 50  # number of times that the engine may be lost during one generation
 # Seconds after a failure until workers on GPUs are killed: a worker that waits in NCCL does not handle SIGTERM.
 NCCL_STOP_TIMEOUT = 5.0
+WATCH_INTERVAL = 1.0  # seconds between two looks at what the workers are doing, if that is shown
 REPORT_TIMEOUT = 5.0  # seconds after the grace period for nodes to report that their workers have exited
 
 
@@ -55,6 +56,7 @@ class Generation:
         self.saved = self.files.saved()
         self.hang_detector = _HangDetector(self) if self.spec.hang_after else None
         self.world = WorldCheck(job, plan)
+        self.watched = 0.0  # when what the workers are doing was last shown
         self.troubles: dict[str, tuple[str, float]] = {}  # by node: kind of trouble, start time
         self.boundary: object = None  # the checkpoints when a missing node came back
 
@@ -163,10 +165,14 @@ class Generation:
         if self.stops() > self.handled_stops:
             self.handled_stops = self.stops()
             self._stop(BY_USER)
-        if self.spec.max_run and self.emit.seconds() > self.spec.max_run and not self.why:
+        if self.spec.max_run and self.emit.seconds() - self.job.since > self.spec.max_run and not self.why:
             self._stop(BY_MAX_RUN)
         if not self.why and self.files.gone():
             self._stop(REMOVED)
+        self.job.check()
+        if self.job.watch and time.monotonic() > self.watched + WATCH_INTERVAL:
+            self.watched = time.monotonic()
+            self.job.watch(self.job.session.activity())
         self._check_troubles(seen.troubles)
         if self.why or self.hung:
             return

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import stat
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from orchestrate.files.folder import Folder
-from orchestrate.files.lines import Lines
-from orchestrate.files.paths import CHECKPOINTS, LOGS, METRICS, JobPaths
+from orchestrate.files.folder import Folder, content, write_whole
+from orchestrate.files.lines import Lines, last
+from orchestrate.files.paths import CHECKPOINTS, LOGS, METRICS, WORK, JobPaths
+from orchestrate.files.work import Facts, tidy
 from orchestrate.job import logs
-from orchestrate.job.metrics import MAX_LINE, fold, measurements
+from orchestrate.job.metrics import MAX_LINE, MAX_METRICS, fold, measurements
+from orchestrate.job.plan import Placement
+from orchestrate.job.report import Written
 
 LAST_LINES, MAX_WIDTH = 12, 2000  # lines of a failed worker that are reported, and characters of each
 MAX_METRICS_READ = 8 << 20  # bytes of metrics.jsonl per read
-MAX_METRICS, MAX_ROWS = 64 << 20, 100_000  # last bytes and lines of metrics.jsonl that go into the report
+MAX_ROWS = 100_000  # last lines of metrics.jsonl that go into the report
+MAX_WRITTEN = 10_000  # files of the working directory that the report lists
 
 
 class JobFiles:
@@ -64,16 +69,40 @@ class JobFiles:
     def metrics(self) -> list[dict[str, Any]]:
         """Return the rows of metrics.jsonl for the report, only the last ones if there are too many."""
         with contextlib.suppress(OSError), self._folder.open(METRICS) as file:
-            read = Lines()
-            read.skip(file, MAX_METRICS)
-            last = deque((line for line in read.new(file, MAX_METRICS) if len(line) <= MAX_LINE), MAX_ROWS)
-            return fold([*last, read.rest()])
+            lines = (line for line in last(file, MAX_METRICS) if 0 < len(line) <= MAX_LINE)
+            return fold(deque(lines, MAX_ROWS))
         return []
 
     def checkpoints(self) -> tuple[list[Path], bool]:
         """Return the checkpoint files, and whether the list is complete."""
         found, whole = self._folder.files(CHECKPOINTS)
         return [self.paths.root / path for path in found], whole
+
+    def keep_copied(self, copied: Mapping[str, Facts]) -> None:
+        """Save which files were copied to the working directory; raises OSError."""
+        write_whole(self.paths.copied, json.dumps(copied) + "\n")
+
+    def _copied(self) -> dict[str, Facts]:
+        """Return the files that were copied; empty if that is not known."""
+        found: dict[str, Facts] = {}
+        with contextlib.suppress(OSError, ValueError, RecursionError):
+            data = json.loads(content(self.paths.copied))
+            for path, facts in data.items() if isinstance(data, dict) else ():
+                if isinstance(facts, list) and len(facts) == 2:
+                    found[path] = facts[0], facts[1]
+        return found
+
+    def tidy(self, placement: Placement) -> Written | None:
+        """Remove the files of the working directory that no worker has changed, once nodes cannot reach them anymore.
+
+        Return the others; None if workers ran in the code folder itself.
+        """
+        if not placement.has_work:
+            return None
+        with contextlib.suppress(OSError):
+            found = tidy(Path(placement.code), self._folder, WORK, placement.original, MAX_WRITTEN, self._copied())
+            return Written(self.paths.work, *found)
+        return Written(self.paths.work, [], False)
 
     def saved(self) -> tuple[object, ...]:
         """Return names and modification times in the checkpoints folder; the value changes with every save."""

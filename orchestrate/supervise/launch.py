@@ -25,7 +25,7 @@ from orchestrate.errors import OrchestrateError, UsageError
 from orchestrate.files import folder, lock, log_file, records
 from orchestrate.files.paths import JobPaths
 from orchestrate.job import logs, report, store, strict_yaml
-from orchestrate.job.events import OURS, Event, JobEnded, SupervisorStarted, WorkersStarted
+from orchestrate.job.events import OURS, Event, JobEnded, NodesDown, SupervisorStarted, WorkersStarted
 from orchestrate.job.outcomes import JobResult, Outcome
 from orchestrate.job.plan import Plan
 from orchestrate.job.recorder import Recorder
@@ -33,7 +33,10 @@ from orchestrate.job.redact import Mask
 from orchestrate.job.spec import JobSpec
 from orchestrate.node.command import of_python
 from orchestrate.supervise.job_files import JobFiles
+from orchestrate.supervise.notify import Notifier
+from orchestrate.supervise.stores import Stores
 from orchestrate.supervise.supervisor import Supervisor
+from orchestrate.view.screen import Screen
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +44,9 @@ SHELLS = ("sh", "bash", "zsh")
 LOG_INTERVAL = (0.05, 0.25)  # seconds between reads of the logs, while workers write and while they are silent
 MAX_LOG_READ = 1 << 20  # bytes of each log per read, before the supervisor's own lines are shown
 MAX_SHOW_SECONDS = 1.0  # seconds to show the lines of one read, before the supervisor's own
+LAST_OUTPUT = 4096  # bytes of earlier output of each rank that `attach` shows
 LAST_LINES_TIMEOUT = 10.0  # seconds to show the remaining output at the end of a job
+NOTHING = Screen()
 READER_TIMEOUT = 60.0  # seconds for a slow reader of our output to take the last lines
 
 
@@ -76,7 +81,7 @@ def check_script(spec: JobSpec) -> JobSpec:
         not is_python and os.access(path, os.X_OK) and (not inside or ("/" not in script and shutil.which(script)))
     )
     if program or (not is_python and not found and (not inside or "/" not in script)):
-        _check_shell_script(spec)
+        _check_program(spec)
         return spec
     if not found:
         raise UsageError(f"the script {script} does not exist", f"paths are relative to {Path.cwd()}")
@@ -97,9 +102,14 @@ def check_script(spec: JobSpec) -> JobSpec:
     return dataclasses.replace(spec, command=(relative, *spec.command[1:]))
 
 
-def _check_shell_script(spec: JobSpec) -> None:
-    """Raise UsageError if the command runs a shell with a script that does not exist in the current folder."""
+def _check_program(spec: JobSpec) -> None:
+    """Raise UsageError for a shell with a script that does not exist, and for a launcher that would train alone."""
     shell, *words = spec.command
+    if Path(shell).name == "accelerate" and words[:1] == ["launch"] and "--machine_rank" not in spec.command:
+        raise UsageError(
+            "accelerate launch starts workers of its own, which know nothing of the other nodes",
+            "leave it out: python -m orchestrate run SCRIPT.py ARGS",
+        )
     if Path(shell).name in SHELLS and words and not words[0].startswith(("-", "/")) and not Path(words[0]).exists():
         raise UsageError(f"the script {words[0]} does not exist", f"paths are relative to {Path.cwd()}")
 
@@ -111,28 +121,30 @@ def supervise(
     show: Callable[[str], None],
     follower: logs.Follower | None = None,
     output: Callable[[str], None] | None = None,
+    screen: Screen = NOTHING,
 ) -> dict[str, Any]:
     """Run a job from its current state to its end, and return the report.
 
     `stops()` returns the number of stop requests so far. `show` gets messages, `output` gets worker output (default:
-    `show`), and `follower` continues where logs were last shown (default: at their start). Raises OrchestrateError if
-    the job could not start, and BlockingIOError if another process supervises it.
+    `show`), and `follower` continues where logs were last shown (default: at their start). `screen` shows a picture of
+    the job. Raises OrchestrateError if the job could not start, and BlockingIOError if another process supervises it.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(lock.held(paths))
         spec, plan = store.load(paths)
-        hide = Mask(spec.env, spec.secrets)
+        hide = spec.mask()
         stack.enter_context(log_file.kept(paths.orchestrate_log, hide))
         log.info("orchestrate %s, Python %s, %s", __version__, platform.python_version(), platform.platform())
         seen = _take_cluster(paths, stack) or paths.shared
         follower = follower or logs.Follower(paths, prefixes(plan), hide=hide)
         follower.follow(prefixes(plan))
-        follower.marks = False  # the supervisor announces generations itself
-        failure = None
-        with _following(follower, show, output or show) as in_turn:
+        follower.marks, follower.heard = False, screen.heard  # the supervisor announces generations itself
+        notifier, failure = Notifier(spec.on_event, plan.job_id, str(paths.root)), None
+        with _following(follower, show, output or show, screen) as in_turn:
 
             def show_event(event: Event) -> None:
-                log.info("%s", event)
+                for take in (partial(log.info, "%s"), screen.event, notifier.event):
+                    take(event)
                 if (text := report.phase(event)) is not None:
                     late = isinstance(event, WorkersStarted)  # a worker may have written before the others started
                     in_turn(lambda: phase(text if follower.silent or not late else ""))
@@ -142,28 +154,57 @@ def supervise(
             def save_plan(plan: Plan) -> None:
                 store.keep(paths, plan)
                 follower.follow(prefixes(plan))
+                screen.planned(plan)
 
-            emit = _recorder(paths, show_event, hide)
+            emit = recorder(paths, show_event, hide=hide)
             emit(SupervisorStarted(plan.job_id))
             files = JobFiles(paths, hide)
-            supervisor = Supervisor(spec, plan, seen, engine, emit, stops, files, save_plan)
+            stores = _stores(spec, paths, stops, emit)
+            supervisor = Supervisor(spec, plan, seen, engine, emit, stops, files, save_plan, stores, screen)
             try:
                 result = supervisor.supervise()
             except OrchestrateError as error:
                 log.info("the job could not start or continue", exc_info=True)
                 result, failure = JobResult(Outcome.FAILED, supervisor.failure_reason(error)), error
-        emit(JobEnded(result.outcome, result.why))
-        emit.close()
-        metrics, ended = hide.inside(files.metrics()), supervisor.history.ended
-        content = report.report(supervisor.plan, result, ended, emit.events[-1].seconds, metrics, *files.checkpoints())
-        data: dict[str, Any] = hide.inside(content, ours=OURS)
-        if files.gone():
-            show(f"warning: {paths.root} was removed while the job ran: its report and logs are lost")
-        else:
-            _finish(paths, data, show)
+        data = _end(supervisor, result, files, stores, hide)
+        _finish(files, data, stores, show)
+        notifier.close()
     if failure:
         raise failure
     return data
+
+
+def _stores(spec: JobSpec, paths: JobPaths, stops: Callable[[], int], emit: Recorder) -> Stores:
+    """Return the object stores of a job."""
+    if not spec.checkpoints and not spec.output:
+        return Stores()
+    from orchestrate.supervise.stored import Stored  # only here: it takes time to import
+
+    return Stored(spec, paths, stops, emit)
+
+
+def _end(supervisor: Supervisor, result: JobResult, files: JobFiles, stores: Stores, hide: Mask) -> dict[str, Any]:
+    """Finish the files that workers wrote, record the end, and return the content of report.json without secrets."""
+    emit, ended = supervisor.emit, supervisor.history.ended
+    down = isinstance(emit.events[-1], NodesDown)
+    written = files.tidy(supervisor.plan.placement) if down else None
+    copies = stores.end(quiet=down)
+    emit(JobEnded(result.outcome, result.why))
+    emit.close()
+    seconds, metrics, checkpoints = emit.events[-1].seconds, hide.inside(files.metrics()), files.checkpoints()
+    content = report.report(supervisor.plan, result, ended, seconds, metrics, *checkpoints, written, copies)
+    data: dict[str, Any] = hide.inside(content, ours=OURS)
+    return data
+
+
+def _write_page(paths: JobPaths, data: dict[str, Any]) -> None:
+    """Write report.html for the content of report.json; raises OrchestrateError if that fails."""
+    try:
+        from orchestrate.pages import page  # only here: it takes time to import
+
+        page.write([paths], paths.page, data)
+    except ImportError as error:  # as with local processes from a clone; `report` names what is missing
+        log.info("no %s: %s", paths.page.name, error)
 
 
 def _take_cluster(paths: JobPaths, stack: contextlib.ExitStack) -> Path | None:
@@ -180,7 +221,8 @@ def _take_cluster(paths: JobPaths, stack: contextlib.ExitStack) -> Path | None:
     return cluster.nodes
 
 
-def _recorder(paths: JobPaths, show_event: Callable[[Event], None], hide: Mask) -> Recorder:
+def recorder(paths: JobPaths, show_event: Callable[[Event], None] = lambda _: None, *, hide: Mask) -> Recorder:
+    """Return the recorder of a job's events; raises UsageError if they are damaged."""
     try:
         key = bytes.fromhex(records.need(paths.root).events)
         return Recorder(paths.events, show_event, lambda line: hide.inside(line, ours=OURS), key)
@@ -189,19 +231,24 @@ def _recorder(paths: JobPaths, show_event: Callable[[Event], None], hide: Mask) 
         raise UsageError(f"{paths.events} is damaged: {error}", hint) from None
 
 
-def _finish(paths: JobPaths, data: dict[str, Any], show: Callable[[str], None]) -> None:
+def _finish(files: JobFiles, data: dict[str, Any], stores: Stores, show: Callable[[str], None]) -> None:
     """Write the report and put the job's files in their final state; pass a warning to `show` for each failure."""
+    paths = files.paths
+    if files.gone():
+        return show(f"warning: {paths.root} was removed while the job ran: its report and logs are lost")
     steps: list[Callable[[], object]] = [
+        lambda: _write_page(paths, data),  # first: the job has ended for others once report.json is there
         lambda: records.write(paths.report, json.dumps(data, indent=2) + "\n"),
         lambda: store.move_from_cluster(paths),
         lambda: folder.harmless(paths.shared),
+        stores.publish,
     ]
     if not data["left_behind"]:
         steps.append(lambda: records.end(paths.root))
     for step in steps:
         try:
             step()
-        except OSError as error:  # does not change the outcome
+        except (OSError, OrchestrateError) as error:  # does not change the outcome
             show(f"warning: could not finish all files of {paths.root}: {error}")
 
 
@@ -210,16 +257,16 @@ def prefixes(plan: Plan) -> dict[int, str]:
     return logs.prefixes({worker.rank: worker.node for worker in plan.workers})
 
 
-def rest(paths: JobPaths, spec: JobSpec, plan: Plan) -> logs.Follower:
-    """Return a follower of worker output, starting with its last lines."""
-    follower = logs.Follower(paths, prefixes(plan), hide=Mask(spec.env, spec.secrets))
-    follower.skip()
+def rest(paths: JobPaths, spec: JobSpec, plan: Plan, last: int = LAST_OUTPUT) -> logs.Follower:
+    """Return a follower of worker output, starting with its last lines: at most `last` bytes for each rank."""
+    follower = logs.Follower(paths, prefixes(plan), hide=spec.mask())
+    follower.skip(last)
     return follower
 
 
 @contextmanager
 def _following(
-    follower: logs.Follower, show: Callable[[str], None], output: Callable[[str], None]
+    follower: logs.Follower, show: Callable[[str], None], output: Callable[[str], None], screen: Screen
 ) -> Iterator[Callable[[Callable[[], None]], None]]:
     """Pass worker output to `output` as it arrives, and all of it before the context exits.
 
@@ -249,6 +296,7 @@ def _following(
             queued.get()()
         if bar := follower.progress():
             progress(bar, output)
+        screen.refresh(follower.bars())
         return shown
 
     def follow() -> None:

@@ -12,6 +12,7 @@ from orchestrate.errors import EngineError, EngineLost
 from orchestrate.job import events
 from orchestrate.job.plan import Plan, in_order, names, plan
 from orchestrate.supervise.running import Running
+from orchestrate.supervise.work_copy import WorkCopy
 
 MAX_ATTEMPTS = 3  # to start nodes of a later generation, a second apart
 REJOIN_INTERVAL = (10.0, 300.0)  # seconds between attempts to bring back a missing node: initial and maximum
@@ -25,27 +26,34 @@ class Nodes:
         self.job, self.plan, self.hosts, self.keep = job, job.plan, hosts, keep
         self.spec, self.emit = job.spec, job.emit
         self.pool = ThreadPoolExecutor(1)
+        self.work_copy = WorkCopy(job)
         self.rejoining: Future[None] | None = None
         self.rejoin_at, self.rejoin_delay = 0.0, REJOIN_INTERVAL[0]
 
-    def bring_up(self, number: int) -> None:
-        """Start all nodes, or at least as many as the job can continue with, and plan generation `number`."""
+    def bring_up(self, number: int, first: bool) -> None:
+        """Start all nodes, or at least as many as the job can continue with, and plan generation `number`.
+
+        `first` is whether it is the first one since the job was started or resumed, which needs all nodes.
+        """
         wanted = names(self.spec)
         self.emit(events.NodesStarting(len(wanted), self.plan.engine))
+        copies = first and self.plan.placement.copies
+        if copies:
+            self.work_copy.begin()
         self.end_rejoining()
         error = ""
         complete = replace(self._planned(wanted, number), nodes=names(self.spec, spares=True))
-        left = self.job.session.alive() if number and self.spec.spares else {}
+        left = self.job.session.alive() if not first and self.spec.spares else {}
         try:
             if len(left) >= len(wanted):
                 # Standby nodes replace the lost ones, which are brought back in the background.
                 self.rejoining = self.pool.submit(self._up, complete)
             else:
-                self._try_up(complete, MAX_ATTEMPTS if number else 1)
+                self._try_up(complete, 1 if first else MAX_ATTEMPTS)
         except EngineLost:
             raise
         except EngineError as failure:
-            if not number or (self.spec.min_trainers is None and len(self.job.session.alive()) < len(wanted)):
+            if first or (self.spec.min_trainers is None and len(self.job.session.alive()) < len(wanted)):
                 raise
             error = str(failure)
             self.rejoin_at = time.monotonic() + self.rejoin_delay
@@ -55,13 +63,15 @@ class Nodes:
         nodes = in_order(alive)[: len(wanted)]
         missing = len(wanted) - len(nodes)
         error = error or f"{len(nodes)} of {len(wanted)} nodes are running"
-        minimum = self.spec.trainers if self.spec.min_trainers is None or not number else self.spec.min_trainers
+        minimum = self.spec.trainers if self.spec.min_trainers is None or first else self.spec.min_trainers
         if len(nodes) < 1 + minimum:
             raise EngineError(error)
         if missing:
             self.emit(events.NodesMissing(nodes, missing, error))
         self.hosts = {node: alive[node] for node in nodes if alive[node]}
         self.emit(events.NodesUp(nodes, self.hosts))
+        if copies:
+            self.work_copy.finish()
         self.job.write(lambda: self.job.session.gather(lambda: self.job.stops() > 0))
         self.plan = self._planned(nodes, number)
         self.job.write(lambda: self.keep(self.plan))
@@ -81,6 +91,11 @@ class Nodes:
         self.rejoin_delay = min(REJOIN_INTERVAL[1], self.rejoin_delay * 2)
         self.rejoin_at = time.monotonic() + self.rejoin_delay
         return False
+
+    def end_background(self) -> None:
+        """Wait for what runs in the background, so that nothing is started or written unnoticed."""
+        self.end_rejoining()
+        self.work_copy.end()
 
     def end_rejoining(self) -> None:
         """Wait for a running attempt to bring back a node, so that no node is started unnoticed."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -12,6 +12,7 @@ from pathlib import Path
 from orchestrate.engines.base import Engine, Session
 from orchestrate.errors import EngineError
 from orchestrate.job.events import DiskFull, Event, WarningIssued
+from orchestrate.job.outcomes import Activity
 from orchestrate.job.plan import Plan
 from orchestrate.job.recorder import Recorder
 from orchestrate.job.spec import JobSpec
@@ -37,6 +38,9 @@ class Running:
     emit: Recorder
     stops: Callable[[], int]  # number of stop requests so far
     files: JobFiles
+    check: Callable[[], None] = lambda: None  # to be called several times a second while workers run
+    watch: Callable[[Mapping[int, Activity]], None] | None = None  # gets what the workers are doing, every second
+    since: float = 0.0  # seconds from the job's start to its last resumption
 
     @cached_property
     def session(self) -> Session:

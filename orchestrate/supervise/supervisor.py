@@ -21,6 +21,8 @@ from orchestrate.supervise.job_files import JobFiles
 from orchestrate.supervise.nodes import Nodes
 from orchestrate.supervise.policy import decide
 from orchestrate.supervise.running import Running
+from orchestrate.supervise.stores import Stores
+from orchestrate.view.screen import Screen
 
 
 class Supervisor:
@@ -36,16 +38,29 @@ class Supervisor:
         stops: Callable[[], int],
         files: JobFiles,
         keep: Callable[[Plan], None],
+        stores: Stores | None = None,
+        screen: Screen | None = None,
     ) -> None:
         """`plan` is the plan of the newest generation, and `keep` saves the plan of each new one.
-
         `run` is the folder that nodes see: the job folder, or the cluster's folder, which contains it.
         `stops()` returns the number of stop requests so far.
         """
-        plan = replace(plan, command=spec.command)  # plan.json has it without secrets
-        self.job = Running(spec=spec, plan=plan, run=run, engine=engine, emit=emit, stops=stops, files=files)
-        self.spec, self.emit, self.stops, self.files = spec, emit, stops, files
+        plan = replace(plan, command=spec.command_line)  # plan.json has it without secrets
         self.history = History(emit.events)
+        self.stores = stores or Stores()
+        self.job = Running(
+            spec=spec,
+            plan=plan,
+            run=run,
+            engine=engine,
+            emit=emit,
+            stops=stops,
+            files=files,
+            since=self.history.since,
+            check=self.stores.check,
+            watch=screen.watch if screen else None,
+        )
+        self.spec, self.emit, self.stops, self.files = spec, emit, stops, files
         self.nodes = Nodes(self.job, self.history.hosts, keep)
         logs = [rule["log"] for rule in spec.rules if "log" in rule]
         self.patterns = Patterns(logs, self.job.warn)
@@ -60,9 +75,10 @@ class Supervisor:
         """Run the job and always remove its nodes; raises OrchestrateError if it could not start or continue."""
         failure = None
         result = self.history.outcome
-        if self.history.running < 0 and (result or self.history.ended):
+        if self.history.running < 0 and (result or self.history.recent):
             self._reconnect()
         try:
+            self.stores.begin()
             if result is None:
                 result = self._run_generations()
                 self.emit(events.OutcomeDecided(result.outcome, result.why))
@@ -70,11 +86,11 @@ class Supervisor:
             failure = error
             self.emit(events.OutcomeDecided(Outcome.FAILED, self.failure_reason(error)))
         except BaseException:
-            self.nodes.end_rejoining()
+            self.nodes.end_background()
             with contextlib.suppress(EngineError):  # nodes stay if their files could not be copied
                 self.job.session.down(0)
             raise
-        self.nodes.end_rejoining()
+        self.nodes.end_background()
         self.emit(events.NodesStopping())
         left = ""
         try:
@@ -97,7 +113,7 @@ class Supervisor:
 
     def failure_reason(self, error: OrchestrateError) -> str:
         """Return the reason of a job that an error ended."""
-        return f"could not {'continue' if self.history.ended else 'start'}: {error}"
+        return f"could not {'continue' if self.history.recent else 'start'}: {error}"
 
     def _reconnect(self) -> None:
         """Connect to nodes that an earlier supervisor left: their files may not have been copied yet."""
@@ -117,11 +133,12 @@ class Supervisor:
                     return JobResult(Outcome.STOPPED, BY_USER)
                 try:
                     self.connected = True
-                    self.nodes.bring_up(self.history.ended[-1].generation + 1 if self.history.ended else 0)
+                    number = self.history.ended[-1].generation + 1 if self.history.ended else 0
+                    self.nodes.bring_up(number, first=not self.history.recent)
                 except EngineError as error:
                     if self.stops():
                         return JobResult(Outcome.STOPPED, BY_USER)
-                    if not self.history.ended:
+                    if not self.history.recent:
                         raise
                     if isinstance(error, EngineLost):
                         return JobResult(Outcome.LOST, str(error))
@@ -131,7 +148,7 @@ class Supervisor:
                 ended = self._record(self._next_generation().watch())
             if ended.cause:
                 self.patterns.renew()
-                decision = decide(self.spec, self.history.ended, self._search)
+                decision = decide(self.spec, self.history.recent, self._search)
                 self.emit(events.RestartDecided(decision.restart, decision.why, decision.delay))
                 if not decision.restart:
                     return JobResult(Outcome.FAILED, decision.why)
@@ -148,7 +165,7 @@ class Supervisor:
     def _take_over(self) -> GenerationResult | None:
         """Continue an earlier supervisor's generation; return its result, or None if there was none."""
         if self.history.running < 0:
-            return self.history.ended[-1] if self.history.ended else None
+            return self.history.recent[-1] if self.history.recent else None
         self.connected = True
         self.emit(events.TakenOver(self.history.running))
         self.files.generation = self.plan.generation

@@ -22,7 +22,10 @@ CHECK_AFTER = 60.0  # seconds that all workers have run when they are checked wh
 SETUP_BYTES = 1024
 MIN_SAMPLED = 2.0  # seconds for which workers must have been sampled, and connected, for a verdict
 MIN_CONNECTED = 1.0
-_LIGHTNING = "leave `devices` and `num_nodes` of the Trainer to the job, or set them to LOCAL_WORLD_SIZE and the nodes"
+_LIGHTNING = (
+    "do not set `devices` and `num_nodes` of the Trainer; for LightningCLI, add --trainer.num_nodes "
+    "'$GROUP_WORLD_SIZE' --trainer.devices '$LOCAL_WORLD_SIZE'; with Fabric, use fabric.setup()"
+)
 HINTS = {  # by package, the first that a script imports
     "lightning": _LIGHTNING,
     "pytorch_lightning": _LIGHTNING,

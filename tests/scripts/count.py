@@ -1,7 +1,7 @@
 """A training loop without torch that counts steps, saves and resumes: `count.py STEPS [SECONDS_PER_STEP]`.
 
 With `until-asked` instead of STEPS, it ends at the next multiple of ten after a file `finish` appears in the
-working directory.
+job folder.
 """
 
 import json
@@ -34,7 +34,7 @@ while done < steps and not asked:
     print(f"step {done} in {generation}", flush=True)
     if done % 10 == 0:
         save()
-        steps = done if open_ended and os.path.exists("finish") else steps
+        steps = done if open_ended and (job_dir / "finish").exists() else steps
     if rank == "0":
         with (job_dir / "metrics.jsonl").open("a") as file:
             file.write(json.dumps({"step": done}) + "\n")

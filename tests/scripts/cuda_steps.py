@@ -116,7 +116,7 @@ while done < steps:
     time.sleep(0.01)
     if done == 4 and rank == 1 and fault and generation == "0":
         FAULTS[fault]()
-    votes = torch.tensor([1.0, float(open_ended and os.path.exists("finish"))], device=where)
+    votes = torch.tensor([1.0, float(open_ended and os.path.exists(f"{os.environ['JOB_DIR']}/finish"))], device=where)
     dist.all_reduce(votes, group=group)
     workers, finish = votes.tolist()
     assert workers == dist.get_world_size()

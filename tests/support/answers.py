@@ -147,6 +147,7 @@ class Answers:
             "GET /info": lambda: self.info,
             "GET /_ping": lambda: "OK",
             "GET /containers/json": lambda: [one for one in self.containers if picked(one, filters)],
+            "GET /volumes": lambda: {"Volumes": None},
             "GET /networks": lambda: [one for one in self.networks if picked(one, filters)],
             "POST /containers/create": lambda: {"Id": "made", "Warnings": []},
             "GET /containers/made/json": lambda: {"Id": "made", "Config": {"Tty": False}},

@@ -5,6 +5,7 @@ import socket
 from orchestrate.engines.clients import NodeClients
 from orchestrate.engines.connection import NodeConnection
 from orchestrate.job.plan import Plan, WorkerPlan
+from orchestrate.job.spec import JobSpec
 from orchestrate.node import protocol
 from support.ends import KEY, End, greeted
 from support.messages import encoded
@@ -42,6 +43,8 @@ class Node:
 
 class Reached:
     """Connects an engine to the fake nodes."""
+
+    spec, secrets = JobSpec(), "/run/secrets"
 
     def __init__(self, nodes: "Nodes") -> None:
         self.nodes = nodes

@@ -80,7 +80,7 @@ class Job:
         self.stops = lambda: 0
         self.events: list[dict] = []
 
-    def run(self, engine, spec=None, plan_=None) -> JobResult:
+    def run(self, engine, spec=None, plan_=None, stores=None) -> JobResult:
         wait = engine.wait
         engine.wait = lambda timeout: (self.clock.sleep(timeout), wait(timeout))[1]
         spec = spec or JobSpec(trainers=2, grace=0.01)
@@ -95,6 +95,7 @@ class Job:
             lambda: self.stops(),
             JobFiles(self.paths),
             self.write_plan,
+            stores,
         )
         try:
             return self.supervisor.supervise()

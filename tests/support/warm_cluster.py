@@ -28,7 +28,6 @@ class Ready(Cli):
 
     def up(self) -> None:
         """Bring up the nodes if they are not, and clear the folder of jobs."""
-        (self.folder / "finish").unlink(missing_ok=True)
         for run in self.folder.glob("runs/*"):
             if run.name != self.cluster:
                 shutil.rmtree(run)

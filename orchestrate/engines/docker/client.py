@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 import queue
+import re
 import shlex
 import signal
 import socket
@@ -26,9 +27,11 @@ import requests
 from docker.models.containers import Container
 from docker.models.networks import Network
 
+from orchestrate.console import print_message
 from orchestrate.engines.base import never
 from orchestrate.engines.connection import ANSWER_TIMEOUT, NodeConnection
 from orchestrate.engines.docker.address import address
+from orchestrate.engines.quiet import follow
 from orchestrate.errors import EngineError, EngineLost, ResourceError
 from orchestrate.files.paths import PROJECT
 from orchestrate.job import users
@@ -51,6 +54,7 @@ PLUGINS = [  # where the `docker` command looks for Compose on Linux
         "/usr/libexec/docker",
     )
 ]
+TAKEN = re.compile(r"Bind for [\d.]+:(\d+) failed|listen tcp4? [\d.]+:(\d+): bind: address already in use")
 NO_NETWORKS = (
     "Docker's address pools are used up (31 networks by default): remove networks (docker network prune), "
     "or add default-address-pools to its daemon.json"
@@ -166,23 +170,28 @@ class Daemon:
         given: str = "",
         capture: bool = False,
         stopped: Callable[[], bool] = never,
-    ) -> None:
-        """Run Compose with `given` as its stdin; stop it if `stopped()`.
+        folder: Path = PROJECT,
+        patience: float = COMPOSE_STOP_TIMEOUT,
+    ) -> str:
+        """Run Compose in a folder, with `given` as its stdin; return its output.
 
+        Without `capture`, show its output as progress, and print it if it fails; otherwise, stop it `patience` seconds
+        after `stopped()`.
         Raises EngineError with the last line of its output.
         """
-        inherited = {key: value for key, value in os.environ.items() if not key.startswith(("COMPOSE_", "NODE_"))}
+        ours = ("COMPOSE_", "NODE_") if folder == PROJECT else ("COMPOSE_",)
+        inherited = {key: value for key, value in os.environ.items() if not key.startswith(ours)}
         with tempfile.TemporaryFile("w+", encoding="utf-8") as stdin:
             stdin.write(given)
             stdin.seek(0)
             try:
                 process = subprocess.Popen(
-                    ["docker", "--host", self.host, "compose", "--project-directory", str(PROJECT), *arguments],
+                    ["docker", "--host", self.host, "compose", "--project-directory", str(folder), *arguments],
                     cwd="/",  # Compose turns it into a URL, which cannot contain a line break
                     env=inherited | (env or {}),
                     stdin=stdin,
-                    stdout=subprocess.PIPE if capture else 2,
-                    stderr=subprocess.STDOUT if capture else None,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
                     start_new_session=capture,  # Ctrl-C must not reach it: the session removes what it starts
                     text=True,
                     encoding="utf-8",
@@ -192,18 +201,26 @@ class Daemon:
                 raise ResourceError("no docker command on PATH", "install it, with its Compose plugin") from None
         start = time.monotonic()
         with process:
-            output = _output_of(process, stopped) if capture else process.communicate()[0]
+            assert process.stdout
+            output = _output_of(process, stopped, patience) if capture else "\n".join(follow(process.stdout))
         duration = time.monotonic() - start
         log.debug("docker compose %s: exit code %d in %.2f s", shlex.join(arguments), process.returncode, duration)
         if process.returncode:
-            line = ((output or "").strip() or "see above").splitlines()[-1]
-            message = f"docker compose {arguments[-1] if not capture else ''}".strip() + f": {line}"
+            if not capture:
+                print_message(output)
+            line = (output.strip() or "it failed").splitlines()[-1]
+            message = f"docker compose: {line}"
             if "Cannot connect to the Docker daemon" in line or "error during connect" in line:
                 raise EngineLost(message, GET_DOCKER)
+            if taken := TAKEN.search(line):
+                port = taken[1] or taken[2]
+                hint = f"end the program that uses it, or choose another port: --set ports={int(port) + 1}:THERE"
+                raise EngineError(f"port {port} of this machine is in use", hint)
             raise EngineError(message, NO_NETWORKS if "address pool" in line else "")
+        return output
 
 
-def _output_of(process: subprocess.Popen[str], stopped: Callable[[], bool]) -> str:
+def _output_of(process: subprocess.Popen[str], stopped: Callable[[], bool], patience: float) -> str:
     """Return the output of a process, a group leader, once it has exited; raises EngineError if it was killed.
 
     After `stopped()` or Ctrl-C it gets some time: objects that it is creating can be removed only once they exist.
@@ -219,7 +236,7 @@ def _output_of(process: subprocess.Popen[str], stopped: Callable[[], bool]) -> s
         except KeyboardInterrupt as error:
             interrupt = error
         if (interrupt or stopped()) and not stopping:
-            deadline, stopping = time.monotonic() + COMPOSE_STOP_TIMEOUT, True
+            deadline, stopping = time.monotonic() + patience, True
         if time.monotonic() > deadline:
             os.killpg(process.pid, signal.SIGKILL if terminated else signal.SIGTERM)
             deadline, terminated = time.monotonic() + COMPOSE_STOP_TIMEOUT, True

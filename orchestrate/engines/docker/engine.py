@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from orchestrate.engines.base import JobState
-from orchestrate.engines.docker import image, objects
+from orchestrate.engines.docker import image, mounts, objects
 from orchestrate.engines.docker.client import Daemon
 from orchestrate.engines.docker.session import DockerSession
 from orchestrate.job.plan import Inventory, Placement, Plan
@@ -22,13 +22,17 @@ class DockerEngine:
         """Connect; raises EngineError if no engine is available."""
         self.daemon = Daemon()
 
-    def prepare(self, spec: JobSpec) -> None:
+    def prepare(self, spec: JobSpec, run: Path) -> None:
         """Build or pull the job's image, unless the job cannot run here anyway."""
-        image.prepare(self.daemon, spec)
+        image.prepare(self.daemon, spec, run)
 
     def inventory(self, spec: JobSpec, run: Path, run_image: bool) -> tuple[Inventory, Placement]:
         """Check the image and list the GPUs; raises ResourceError if something is missing."""
         return image.inventory(self.daemon, spec, run, run_image)
+
+    def hidden(self, plan: Plan, run: Path) -> Collection[str]:
+        """Return the paths in the code folder that are masked in nodes."""
+        return mounts.hidden(Path(plan.placement.code), run.parent.parent, plan.command)
 
     def open(self, spec: JobSpec, plan: Plan, run: Path, warn: Callable[[str], None]) -> DockerSession:
         """Open the session of a job; raises EngineError if its folder cannot be mounted."""
@@ -42,6 +46,11 @@ class DockerEngine:
         """Describe the containers and networks with the job's label."""
         return objects.resources(self.daemon, job_id)
 
+    def memory(self, job_id: str) -> int:
+        """Return the memory of the job's containers, without cached files."""
+        return objects.memory(self.daemon, job_id)
+
     def remove(self, job_id: str, grace: float) -> None:
         """Stop and remove the containers and networks with the job's label, and nothing else."""
+        objects.remove_services(self.daemon, job_id)
         objects.remove(self.daemon, job_id, grace)

@@ -49,9 +49,13 @@ Pattern = tuple[Address, Address]  # an address and its mask
 class Guard:
     """The helper containers of one job's nodes."""
 
-    def __init__(self, daemon: Daemon, project: str, run: Path) -> None:
-        """`project` is the job or cluster that owns the nodes, and `run` the folder that is mounted in them."""
+    def __init__(self, daemon: Daemon, project: str, run: Path, ports: Iterable[str]) -> None:
+        """`project` is the job or cluster that owns the nodes, and `run` the folder that is mounted in them.
+
+        This machine can reach the master's `ports`, as `HERE:THERE`.
+        """
         self.daemon, self.project, self.run = daemon, project, run
+        self.open = [f"tcp:{pair.rpartition(':')[2]}" for pair in ports]
         self.pool = ThreadPoolExecutor(16)
         self.begun: dict[str, Future[None]] = {}  # by endpoint id, which changes whenever a container starts
         self.ended: set[str] = set()  # endpoints whose helper has finished
@@ -98,6 +102,7 @@ class Guard:
             pid = self.daemon.client.api.inspect_container(str(node.id))["State"]["Pid"]
             source = Path(program.__file__).read_text()
             words = [f"{value}/{mask}" for value, mask in blocked(self.daemon.info, node)]
+            words += self.open if labels.node(node) == "master" else []
             mark = zlib.crc32("\n".join([source, *words]).encode()) >> 1  # the kernel prints it as a signed number
             if not marked(pid, mark):
                 self._run_helper(str(node.id), ["python", "-I", "-S", "-c", source, str(mark), *words])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from pathlib import Path
 
 import docker.errors
@@ -10,15 +11,16 @@ from docker.utils import parse_repository_tag
 
 from orchestrate.console import clean, during, phase, print_message
 from orchestrate.engines.base import SWARMS, ignoring
-from orchestrate.engines.docker import helpers, mounts, probe, toolkit
+from orchestrate.engines.docker import folders, helpers, mounts, packages, probe, toolkit
 from orchestrate.engines.docker.client import ERRORS, Daemon, reason
 from orchestrate.engines.docker.volumes import volumes
 from orchestrate.errors import EngineError, ResourceError, UsageError
 from orchestrate.files.paths import NODES, PACKAGE, code_folder
 from orchestrate.job import users
 from orchestrate.job.cores import cores
+from orchestrate.job.folders import data_paths, without_stores
 from orchestrate.job.gpus import DETAILS, LIST, NVIDIA_SMI_TIMEOUT, Offer, fields, offer, read, trouble_of
-from orchestrate.job.plan import Inventory, Placement
+from orchestrate.job.plan import Inventory, Placement, pluralize
 from orchestrate.job.preload import may_use_torch, preload
 from orchestrate.job.spec import IMAGE, JobSpec
 
@@ -32,10 +34,16 @@ def gpus_unavailable(daemon: Daemon, spec: JobSpec) -> bool:
     return spec.gpus not in ("auto", "none") and not toolkit.gpu_mode(daemon.info)
 
 
-def prepare(daemon: Daemon, spec: JobSpec) -> None:
+def prepare(daemon: Daemon, spec: JobSpec, run: Path) -> None:
     """Build or pull the image of a job, unless the job cannot run here anyway; raises ResourceError."""
-    if not gpus_unavailable(daemon, spec):
+    if gpus_unavailable(daemon, spec):
+        return
+    if spec.dockerfile:
+        packages.build(daemon, spec)
+    else:
         ensure_image(daemon, spec)
+    if spec.pip and not has_image(daemon, packages.with_packages(daemon, spec)):
+        packages.install(daemon, spec, probe.python(daemon, packages.base(spec), run))
 
 
 def inventory(daemon: Daemon, spec: JobSpec, run: Path, run_image: bool) -> tuple[Inventory, Placement]:
@@ -45,7 +53,9 @@ def inventory(daemon: Daemon, spec: JobSpec, run: Path, run_image: bool) -> tupl
     UsageError for folders that cannot be mounted.
     """
     gpu_mode, possible = toolkit.gpu_mode(daemon.info), not gpus_unavailable(daemon, spec)
-    run_image = run_image and possible
+    folders.given_mounts(spec if run_image else without_stores(spec), run.parent.parent)
+    run_image, about = run_image and possible, _about(spec)
+    spec = dataclasses.replace(spec, image=_image(daemon, spec))
     if possible:
         volumes(daemon, spec.image)  # raises ResourceError for unsupported volumes
     code = code_folder(spec.command)
@@ -67,7 +77,7 @@ def inventory(daemon: Daemon, spec: JobSpec, run: Path, run_image: bool) -> tupl
     ignored = ignoring(spec, SWARMS, "a single Docker Engine")
     inventory = Inventory(
         engine="docker",
-        about=f"Docker Engine {daemon.info['ServerVersion']}, image {spec.image}{ignored}",
+        about=f"Docker Engine {daemon.info['ServerVersion']}, image {about}{ignored}",
         cores=here if len(here) == count else tuple(range(count)),
         **fields(offered, spec.pin),
         memory=daemon.info.get("MemTotal", 0) if daemon.info.get("MemoryLimit", True) else 0,
@@ -78,10 +88,27 @@ def inventory(daemon: Daemon, spec: JobSpec, run: Path, run_image: bool) -> tupl
         interface="lo" if spec.network == "host" else "eth0",
         job_dir="/job",
         code=str(code),
+        original=mounts.CODE,
+        data=data_paths(spec),
+        image=spec.image,
         python=python,
         preload=modules,
     )
     return inventory, placement
+
+
+def _image(daemon: Daemon, spec: JobSpec) -> str:
+    """Return the name of a job's image, its id if a Dockerfile may change it, or its base image if that is missing."""
+    name = packages.base(spec)
+    if not has_image(daemon, name) or not (spec.pip or spec.dockerfile):
+        return name
+    return packages.with_packages(daemon, spec) if spec.pip else packages.image_id(daemon, name)
+
+
+def _about(spec: JobSpec) -> str:
+    """Describe a job's image for the plan."""
+    name = f"built from {spec.dockerfile}" if spec.dockerfile else spec.image
+    return f"{name} with {pluralize(len(spec.pip), 'package')}" if spec.pip else name
 
 
 def _check_access(spec: JobSpec, code: Path) -> None:

@@ -19,13 +19,14 @@ from orchestrate.files.paths import NAME, is_text
 JOB, RUN, OWNER = "orchestrate.job", "orchestrate.run", "orchestrate.owner"  # of nodes, networks, services, secrets
 ROLE = "orchestrate.role"  # of containers of a service: master or trainer
 GUARD, RELAY = "orchestrate.guard", "orchestrate.relay"  # of helper containers
+SERVICES = "orchestrate.services"  # of containers of the user's own Compose file
 ROLES = ("master", "trainer")
 _COMPOSE = "com.docker.compose."
 
 
 def only(labels: Mapping[str, str]) -> dict[str, str]:
     """Return labels for a container; all our other labels are set to empty, so that an image cannot set them."""
-    return dict.fromkeys((JOB, RUN, OWNER, ROLE, GUARD, RELAY), "") | dict(labels)
+    return dict.fromkeys((JOB, RUN, OWNER, ROLE, GUARD, RELAY, SERVICES), "") | dict(labels)
 
 
 def job(labels: Mapping[str, str], engine: str) -> JobState | None:

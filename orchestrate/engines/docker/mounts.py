@@ -13,8 +13,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from orchestrate.engines.docker.ignored import ignored
 from orchestrate.errors import EngineError, UsageError
 from orchestrate.files import records
@@ -23,7 +21,6 @@ from orchestrate.files.paths import is_text
 from orchestrate.node.command import of_python
 
 CODE, JOB = "/workspace", "/job"  # paths in nodes of the code folder and the job folder
-PATHS = ("source", "target")  # of a mount
 ALWAYS_HIDDEN = ("runs", ".git")
 COMPILED = (
     "__pycache__",
@@ -58,18 +55,6 @@ def inodes(run: Path, code: Path) -> dict[str, int]:
         ) from None
 
 
-def document(mounts: list[dict[str, Any]], more: dict[str, Any]) -> str:
-    """Return a Compose file that adds mounts, and `more`, to every node; Compose expands no variables in it."""
-    volumes = [{key: literal(value) if key in PATHS else value for key, value in mount.items()} for mount in mounts]
-    services = dict.fromkeys(("master", "trainer"), {"volumes": volumes, **more})
-    return yaml.safe_dump({"services": services}, allow_unicode=True)
-
-
-def literal(text: str) -> str:
-    """Escape text, so that Compose expands no variables in it."""
-    return text.replace("$", "$$")
-
-
 def node_mounts(run: Path, code: Path, command: tuple[str, ...] = ()) -> list[dict[str, Any]]:
     """Return the mount of a job's or cluster's files, and the masks in its code folder.
 
@@ -80,20 +65,28 @@ def node_mounts(run: Path, code: Path, command: tuple[str, ...] = ()) -> list[di
             raise EngineError(f"{ascii(path)} cannot be mounted: its name is not UTF-8", "use another folder")
     hidden = masks(code, run.parent.parent, CODE, command)
     names = {mount["target"].removeprefix(f"{CODE}/") for mount in hidden}
-    special = [*islice(_special_files(code, names), max(0, MAX_MASKS + 1 - len(names)))]
+    special = [*islice(special_files(code, names), max(0, MAX_MASKS + 1 - len(names)))]
     if len(hidden) + len(special) > MAX_MASKS:
         raise UsageError(
             f"{code} has more than {MAX_MASKS} sockets, pipes and files to hide, which is the limit",
             "list their folders in .dockerignore, or use another folder",
         )
-    return [bind(run, JOB), *hidden, *(_mask(code, name, CODE, folder=False) for name in special)]
+    return [bind(run, JOB), *hidden, *(mask(code, name, CODE, folder=False) for name in special)]
 
 
 def masks(code: Path, runs: Path, place: str, command: tuple[str, ...] = ()) -> list[dict[str, Any]]:
     """Return mounts, in the long form of a Compose file, that hide parts of a code folder that is mounted at `place`.
 
+    Raises UsageError like `hidden`.
+    """
+    return [mask(code, name, place, _is_folder(code / name)) for name in hidden(code, runs, command)]
+
+
+def hidden(code: Path, runs: Path, command: tuple[str, ...] = ()) -> list[str]:
+    """Return the paths in a code folder that nodes must not see.
+
     `runs` is the real path of the folder of all jobs, which need not exist. Raises UsageError if there are too many
-    masks, the runs are not in a separate folder, or the script of `command` would be hidden: Python would run an empty
+    paths, the runs are not in a separate folder, or the script of `command` would be hidden: Python would run an empty
     file without an error.
     """
     check_code_folder(code, runs)
@@ -117,10 +110,10 @@ def masks(code: Path, runs: Path, place: str, command: tuple[str, ...] = ()) -> 
         if any(f"{path}/".startswith(f"{name}/") for path in _scripts(command)):
             hint = "remove it from .dockerignore, or add an exception (!); runs and .git are always hidden"
             raise UsageError(f"nodes cannot see the script: {name} is hidden", hint)
-    return [_mask(code, name, place, _is_folder(code / name)) for name in masked]
+    return masked
 
 
-def _special_files(code: Path, hidden: Collection[str]) -> Iterator[str]:
+def special_files(code: Path, hidden: Collection[str]) -> Iterator[str]:
     """Yield sockets, pipes and devices in a code folder, through which nodes could talk to processes of this machine.
 
     Checks a limited number of entries, those near the top first, but not in folders that are hidden anyway.
@@ -162,7 +155,8 @@ def _is_folder(path: Path) -> bool:
     return os.path.isdir(path) or not os.path.exists(path)
 
 
-def _mask(code: Path, name: str, place: str, folder: bool) -> dict[str, Any]:
+def mask(code: Path, name: str, place: str, folder: bool) -> dict[str, Any]:
+    """Return a mount that hides `name` in a folder that is mounted at `place`; raises UsageError for an odd name."""
     if not is_text(name):
         raise UsageError(f"cannot hide {ascii(name)}: its name is not UTF-8", "rename it")
     target = f"{place}/{name}"

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
+import docker.errors
 from docker.models.containers import Container
 
 from orchestrate.engines import sockets
 from orchestrate.engines.base import JobState
 from orchestrate.engines.docker import labels
 from orchestrate.engines.docker.client import Daemon, name_of
+from orchestrate.engines.docker.services import project
+
+SERVICE_GRACE = 5  # seconds for a service to end
 
 
 def jobs(daemon: Daemon) -> list[JobState]:
@@ -33,6 +38,25 @@ def helpers_of(daemon: Daemon, job_id: str) -> list[Container]:
     return [container for container in containers if labels.helps(container, labels.GUARD, job_id)]
 
 
+def services_of(daemon: Daemon, job_id: str) -> list[Container]:
+    """Return the containers of the services of a job."""
+    found = daemon.containers(f"com.docker.compose.project={project(job_id)}")
+    return [each for each in found if (each.attrs.get("Labels") or {}).get(labels.SERVICES) == job_id]
+
+
+def remove_services(daemon: Daemon, job_id: str) -> None:
+    """Remove the services of a job, with their networks and volumes; external ones are kept."""
+    containers, label = services_of(daemon, job_id), {"label": f"com.docker.compose.project={project(job_id)}"}
+    daemon.each(containers, lambda service: service.stop(timeout=SERVICE_GRACE))
+    daemon.each(containers, lambda service: service.remove(force=True, v=True))
+    with daemon.translating_errors(f"could not remove the services of {job_id}"):
+        for network in daemon.client.networks.list(filters=label):
+            network.remove()
+        for volume in daemon.client.volumes.list(filters=label):
+            with contextlib.suppress(docker.errors.APIError):  # in use by another container
+                volume.remove()
+
+
 def resources(daemon: Daemon, job_id: str) -> list[str]:
     """Describe the containers and networks of a job."""
     label = f"{labels.JOB}={job_id}"
@@ -41,8 +65,21 @@ def resources(daemon: Daemon, job_id: str) -> list[str]:
             f"network {network.name}"
             for network in daemon.client.networks.list(filters={"label": label, "driver": "bridge"})
         ]
-    containers = nodes_of(daemon, job_id) + helpers_of(daemon, job_id)
+    containers = nodes_of(daemon, job_id) + helpers_of(daemon, job_id) + services_of(daemon, job_id)
     return sorted(f"container {name_of(container)}" for container in containers) + networks
+
+
+def memory(daemon: Daemon, job_id: str) -> int:
+    """Return the bytes of memory of a job's nodes, without cached files, as `docker stats` does."""
+    found: list[int] = []
+
+    def measure(node: Container) -> None:
+        stats = daemon.client.api.stats(str(node.id), stream=False, one_shot=True)["memory_stats"]
+        cached = stats.get("stats", {}).get("inactive_file", 0)
+        found.append(max(0, stats.get("usage", 0) - cached))
+
+    daemon.each(nodes_of(daemon, job_id), measure)
+    return sum(found)
 
 
 def remove(daemon: Daemon, job_id: str, grace: float, folders: Iterable[Path] = ()) -> None:

@@ -11,6 +11,7 @@ from orchestrate.console import during
 from orchestrate.engines import check_cache
 from orchestrate.engines.docker import helpers, toolkit
 from orchestrate.engines.docker.client import Daemon
+from orchestrate.engines.docker.packages import image_id
 from orchestrate.errors import ResourceError
 from orchestrate.job.gpus import Gpu
 from orchestrate.job.spec import IMAGE
@@ -33,7 +34,7 @@ def python(daemon: Daemon, image: str, run: Path) -> str:
     """
     if image == IMAGE:
         return PYTHONS[0]
-    key = ["python", _id(daemon, image)]
+    key = ["python", image_id(daemon, image)]
     if name := check_cache.cached(key):
         return name
     old, why = "", ""
@@ -58,7 +59,7 @@ def python(daemon: Daemon, image: str, run: Path) -> str:
 @during("testing the GPUs with torch")
 def gpu_problem(daemon: Daemon, image: str, run: Path, python: str, gpus: Collection[Gpu]) -> str:
     """Return why torch in the image cannot use the GPUs; empty if it can, or if torch is not installed."""
-    key = check_cache.cuda_key([_id(daemon, image)], gpus)
+    key = check_cache.cuda_key([image_id(daemon, image)], gpus)
     if check_cache.cached(key):
         return ""
     gpu_mode, ids = toolkit.gpu_mode(daemon.info), [gpu.id for gpu in gpus]
@@ -87,8 +88,3 @@ def _run(
     options |= {"user": "65534:65534", "image": image, "memory": MEMORY}
     text, failure = helpers.output(daemon, run, command, patience, host, **options)
     return next((line.strip()[:300] for line in reversed(text.split("\n")) if line.strip()), ""), failure
-
-
-def _id(daemon: Daemon, image: str) -> str:
-    with daemon.translating_errors(f"could not inspect {image}"):
-        return str(daemon.client.images.get(image).id)

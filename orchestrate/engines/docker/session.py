@@ -17,9 +17,10 @@ from orchestrate.engines import sockets
 from orchestrate.engines.base import Observed, Stop, never
 from orchestrate.engines.clients import NODE_EXIT_TIMEOUT, NodeClients, key_of
 from orchestrate.engines.connection import NodeConnection
-from orchestrate.engines.docker import labels, mounts, objects, toolkit
+from orchestrate.engines.docker import document, folders, labels, mounts, objects, toolkit
 from orchestrate.engines.docker.client import Daemon, Events, begin
 from orchestrate.engines.docker.guard import Guard, wanted
+from orchestrate.engines.docker.services import Services
 from orchestrate.engines.docker.volumes import WIPED, volumes
 from orchestrate.errors import EngineError, EngineLost
 from orchestrate.files.paths import PROJECT, JobPaths
@@ -42,6 +43,8 @@ LISTEN_TIMEOUT = 60.0  # seconds from a container's start until its node listens
 class DockerSession:
     """The containers of one job, started by Compose and found by label."""
 
+    secrets = document.SECRETS
+
     def __init__(self, daemon: Daemon, spec: JobSpec, plan: Plan, run: Path, warn: Callable[[str], None]) -> None:
         """`run` is mounted in nodes; raises EngineError if that is not possible, or the job has no key."""
         self.daemon, self.spec, self.warn, self.key = daemon, spec, warn, key_of(run)
@@ -52,6 +55,8 @@ class DockerSession:
         code = plan.placement.code
         command = () if plan.job_id == plan.placement.cluster else spec.command  # a cluster runs no command
         self.mounts = partial(mounts.node_mounts, run, Path(code), command)  # mounts that are not in the Compose file
+        self.given_mounts = partial(folders.given_mounts, spec, run.parent.parent)
+        self.cwd = plan.placement.cwd
         self.devices = toolkit.service(
             toolkit.gpu_mode(daemon.info), plan.gpus
         )  # part of a Compose file: each node's GPUs
@@ -63,7 +68,10 @@ class DockerSession:
         self.dying: set[str] = set()  # ids of containers that are being stopped, but are still listed as running
         self.troubles: dict[str, str] = {}  # node: paused or partition
         self.last_listed = 0.0
-        self.guard = Guard(daemon, self.project, run) if wanted(spec) else None
+        self.guard = Guard(daemon, self.project, run, spec.ports) if wanted(spec) else None
+        wants_services = spec.services and plan.job_id != plan.placement.cluster  # each job has its own
+        self.services_log = JobPaths(run.parent.parent / plan.job_id).services_log
+        self.services = Services(daemon, plan.job_id, spec.services, self.network) if wants_services else None
         self.clients = NodeClients(self, warn)
         self.events = Events(daemon, self._is_ours)
         self.clients.watch(self.events.bell, self._read_events)
@@ -76,7 +84,7 @@ class DockerSession:
             "JOB_OWNER": str(os.getuid()),
             "NODE_MODE": "agent",
             "NODE_KEY": self.key.hex(),
-            "NODE_IMAGE": spec.image,
+            "NODE_IMAGE": plan.placement.image or spec.image,
             "NODE_PYTHON": plan.placement.python,
             "NODE_CODE": plan.placement.code,
             "NODE_JOB_DIR": str(run),
@@ -89,6 +97,7 @@ class DockerSession:
             "NODE_PIDS": str(plan.limits.processes),
             "NODE_CPUS": str(spec.cpus or 0),
             "NODE_GRACE": str(spec.grace),
+            "NODE_KEEP": f"{plan.placement.keep or ''}",
             "NODE_PRELOAD": " ".join(plan.placement.preload),
             "NODE_FILTERED": "1" if wanted(spec) else "",
             "NODE_SOCKETS": SOCKETS if self._same_kernel() and sockets.possible(run.parent) else "",
@@ -102,6 +111,8 @@ class DockerSession:
     def up(self, plan: Plan, stopped: Callable[[], bool] = never) -> None:
         """Start nodes that are missing, and replace unhealthy ones."""
         self._bring_up(plan, stopped)
+        if self.services:
+            self.services.up(stopped)
         if self.guard and self.persistent:  # the next job does not wait for the filter
             self.guard.finish(self._healthy_nodes)
             self._warn()
@@ -226,12 +237,24 @@ class DockerSession:
         self._warn()
         if self.guard:
             self.guard.close()
+        if self.services:
+            self._end_services(self.services)
         if self.persistent:
             self.nodes = {name: node for name, node in self._list_nodes().items() if self._is_healthy(node)}
             self.discard(self.clients.clean(self.nodes))
             sockets.tidy(self.sockets, {str(node.short_id) for node in self.nodes.values()})
         else:  # idle nodes have no workers to stop
             objects.remove(self.daemon, self.project, grace if self.clients.running else 0, [self.sockets])
+
+    def _end_services(self, services: Services) -> None:
+        """Report services that have failed, save their output, and remove them."""
+        try:
+            for text in services.failures():
+                self.warn(text)
+            services.save_logs(self.services_log)
+        except (EngineError, OSError) as error:
+            self.warn(f"the output of the services is lost: {error}")
+        objects.remove_services(self.daemon, services.job_id)
 
     def _warn(self) -> None:
         for text in self.guard.warnings() if self.guard else ():
@@ -277,7 +300,9 @@ class DockerSession:
     def request(self, worker: WorkerPlan, command: tuple[str, ...]) -> protocol.Start:
         """Build a request with the worker's environment, and the packet filter and mounts that must be in place."""
         filtered = self.guard is not None and self.guard.expects(self.nodes[worker.node])
-        return protocol.Start([*command], worker.env, inherit=True, filtered=filtered, folders=self.folders)
+        return protocol.Start(
+            [*command], worker.env, inherit=True, cwd=self.cwd, filtered=filtered, folders=self.folders
+        )
 
     def runs(self, node: str) -> bool:
         """Whether the container is still running after the connection closed."""
@@ -335,8 +360,8 @@ class DockerSession:
         files = [PROJECT / "docker-compose.yml", *([HOST_NETWORK] if self.network == "host" else []), "-"]
         options = [word for file in files for word in ("--file", str(file))]
         command = ["--project-name", self.project, "--profile", "gpu", *options, *arguments]
-        wiped = [*WIPED, *volumes(self.daemon, self.env["NODE_IMAGE"])]
+        wiped = [*WIPED, document.SECRETS, *volumes(self.daemon, self.env["NODE_IMAGE"])]
         env = {**self.env, "NODE_WIPE": " ".join(wiped)}
         extra = [mounts.bind(self.sockets, SOCKETS)] if env["NODE_SOCKETS"] else []
-        given = mounts.document([*self.mounts(), *extra], self.devices)
+        given = document.document(self.spec, [*self.mounts(), *self.given_mounts(), *extra], self.devices)
         self.daemon.compose(*command, env=env, given=given, capture=True, stopped=stopped)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from orchestrate.engines.base import JobState
@@ -28,7 +28,7 @@ class SwarmEngine:
         """Connect; raises EngineError if no Swarm manager is available."""
         self.manager = Manager()
 
-    def prepare(self, spec: JobSpec) -> None:
+    def prepare(self, spec: JobSpec, run: Path) -> None:
         """Build or pull the images of the nodes and of the relay."""
         self._check(spec)
         ensure_image(self.manager.daemon, spec)
@@ -62,9 +62,14 @@ class SwarmEngine:
             interface="",  # each node finds its interface to the master
             job_dir=f"{service_spec.SHARED}/{run.parent.name}" if spec.volume else service_spec.JOB,
             code=str(code),
+            sent=not spec.volume,  # in a job folder that all nodes share, they would overwrite each other's code
             preload=preload(spec, code),
         )
         return inventory, placement
+
+    def hidden(self, plan: Plan, run: Path) -> Collection[str]:
+        """Return nothing: workers do not run in a copy of the code folder."""
+        return ()
 
     def open(self, spec: JobSpec, plan: Plan, run: Path, warn: Callable[[str], None]) -> SwarmSession:
         """Open the session of a job; raises EngineError if it has no key."""
@@ -78,6 +83,10 @@ class SwarmEngine:
         """Describe the services, relay, network and secret of a job."""
         return [f"{kind} {name}" for kind, name, _ in self.manager.objects(job_id)]
 
+    def memory(self, job_id: str) -> int:
+        """Return 0: other hosts do not report it."""
+        return 0
+
     def remove(self, job_id: str, grace: float) -> None:
         """Remove everything with the job's label, and wait until Swarm has released it."""
         self.manager.remove(job_id, grace)
@@ -85,3 +94,14 @@ class SwarmEngine:
     def _check(self, spec: JobSpec) -> None:
         if spec.pin or spec.share_gpus:
             raise UsageError("Docker Swarm does not support pin and share_gpus", "remove them; use cpus to limit cores")
+        if spec.keep:
+            raise UsageError("Docker Swarm does not support keep", "use up, which starts nodes that stay up")
+        if spec.data or spec.mounts:
+            raise UsageError(
+                "Docker Swarm does not support data and mounts", "use volume: a folder that all hosts share"
+            )
+        if spec.ports or spec.services or spec.stdin:
+            raise UsageError("Docker Swarm does not support ports, services and stdin", "remove them")
+        if spec.pip or spec.dockerfile:
+            hint = "build an image that contains the packages, push it, and use --image"
+            raise UsageError("Docker Swarm does not support pip, requirements and dockerfile", hint)

@@ -83,7 +83,12 @@ class SwarmJob:
             if self.network != "host" and not self.daemon.networks(self.network):
                 options = {"encrypted": ""} if self.spec.encrypt else {}
                 self.client.networks.create(
-                    self.network, "overlay", options=options, labels=self.labels, attachable=True
+                    self.network,
+                    "overlay",
+                    options=options,
+                    labels=self.labels,
+                    attachable=True,
+                    internal=self.spec.isolated,
                 )
 
     def connect(self) -> None:

@@ -22,6 +22,7 @@ CODE, JOB, SHARED = "/var/tmp/code", "/var/tmp/job", "/shared"  # /var/tmp exist
 PORT, SPREAD = 20000, 9000
 GPU = "NVIDIA-GPU"  # generic resource that hosts offer; see docs/swarm.md
 NANOSECONDS = 1_000_000_000  # in a second
+SECRETS = f"{PROGRAM}/secrets"  # secret files of the job; the folder of Swarm's own secrets is read-only
 PROGRAM_SPACE = 16 << 20  # bytes for the node program
 
 
@@ -85,7 +86,7 @@ def task(
         **({"Hostname": name} if not host else {}),
         "Env": [f"{key}={value}" for key, value in env.items()],
         "Dir": "/var/tmp",
-        "Labels": labels.only({labels.ROLE: role}),
+        "Labels": labels.only({labels.ROLE: role}) | spec.labels,
         "Healthcheck": {"Test": ["NONE"]},  # an image's own check would see the job's key in its environment
         "User": user,
         "Init": False,  # the node is process 1, as in docker-compose.yml

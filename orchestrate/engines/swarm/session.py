@@ -55,9 +55,11 @@ PIPE = ["python", *container.PIPE]
 class SwarmSession:
     """The nodes of one job."""
 
+    secrets = service_spec.SECRETS
+
     def __init__(self, manager: Manager, spec: JobSpec, plan: Plan, run: Path, warn: Callable[[str], None]) -> None:
         """`run` contains the job's files; raises EngineError if the job has no key."""
-        self.warn, self.key, self.manager = warn, key_of(run), manager
+        self.warn, self.key, self.manager, self.spec = warn, key_of(run), manager, spec
         self.swarm = SwarmJob(manager, spec, plan, run, self.key)
         self.persistent, self.shared = (
             bool(plan.placement.cluster),
@@ -67,6 +69,7 @@ class SwarmSession:
             run / plan.job_id if self.persistent and plan.project != plan.job_id else run
         )  # the local job folder
         self.job_dir = plan.placement.job_dir  # the job folder in nodes
+        self.workdir = plan.placement.cwd or service_spec.CODE  # the working directory of workers
         self.clients = NodeClients(self, warn, self._heard, self._lost)
         self.nodes: dict[str, ApiObject] = {}  # task by node
         self.asked: dict[str, float] = {}  # node: time of the first unanswered request
@@ -313,7 +316,7 @@ class SwarmSession:
             env = env | {"MASTER_ADDR": self.swarm.node_address(self.nodes[self.first])[0]}
         path = self.files / log(worker.rank)
         length = path.stat().st_size if path.exists() else 0
-        return protocol.Start([*command], env, inherit=True, cwd=service_spec.CODE, log=length)
+        return protocol.Start([*command], env, inherit=True, cwd=self.workdir, log=length)
 
     def _on_each(self, nodes: Iterable[str], act: Callable[[NodeConnection], None]) -> list[EngineError]:
         """Call `act` with a new connection to each node, in parallel; abandon nodes for which it fails."""
@@ -335,8 +338,8 @@ class SwarmSession:
         file, digest = self.code
 
         def act(link: NodeConnection) -> None:
-            if _tags(link).get(service_spec.CODE) != digest:
-                send_archive(link, service_spec.CODE, file, digest)
+            if _tags(link).get(self.workdir) != digest:
+                send_archive(link, self.workdir, file, digest)
 
         for error in self._on_each(nodes, act):
             raise error

@@ -1,0 +1,69 @@
+"""DistributedDataParallel with torch.compile: `orchestrate run --trainers 1 examples/frameworks/compiled.py`."""
+
+import argparse
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from data import dataset, digest, model
+from torch.nn.functional import mse_loss
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--epochs", type=int, default=3)
+args = parser.parse_args()
+
+
+class Regression(torch.nn.Module):
+    """Predict the sum of the features.
+
+    torch.compile compiles the `forward` of a class like this one, but not what it finds in torch's own modules: with
+    `nn.Sequential` directly in DistributedDataParallel, it compiles nothing.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.net = model()
+
+    def forward(self, features):
+        """Return the predictions."""
+        return self.net(features)
+
+
+cuda = torch.cuda.is_available()
+dist.init_process_group("nccl" if cuda else "gloo")
+device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+if cuda:
+    torch.cuda.set_device(device)
+net = Regression().to(device)
+compiled = torch.compile(DistributedDataParallel(net))  # in this order, gradients are sent while others are computed
+optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+sampler = DistributedSampler(dataset())
+loader = DataLoader(dataset(), batch_size=32, sampler=sampler)
+
+last = Path(os.environ.get("JOB_DIR", ".")) / "checkpoints" / "last.pt"
+epoch = step = 0
+if last.exists():
+    state = torch.load(last, map_location=device)
+    net.load_state_dict(state["model"])  # of the module itself: the compiled one has other names
+    optimizer.load_state_dict(state["optimizer"])
+    epoch, step = state["epoch"], state["step"]
+    print(f"resumed after epoch {epoch}", flush=True)
+while epoch < args.epochs:
+    sampler.set_epoch(epoch)
+    for features, target in loader:
+        optimizer.zero_grad()
+        mse_loss(compiled(features.to(device)), target.to(device)).backward()
+        optimizer.step()
+        step += 1
+    epoch += 1
+    if dist.get_rank() == 0:
+        state = {"model": net.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch, "step": step}
+        torch.save(state, last.with_suffix(".new"))
+        last.with_suffix(".new").replace(last)  # a reader finds the old or the new checkpoint, never half of one
+print(
+    f"rank {dist.get_rank()} of {dist.get_world_size()}: {step} steps, weights {digest(net.state_dict())}", flush=True
+)
+dist.destroy_process_group()

@@ -1,0 +1,25 @@
+"""Defaults of a user for all jobs: a job file in the user's configuration folder."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from orchestrate.errors import UsageError
+from orchestrate.job.layers import read_file
+
+NAME = ("orchestrate", "defaults.yaml")  # in XDG_CONFIG_HOME or ~/.config
+OF_JOBS = ("command", "name", "source")  # keys that only a job can have
+
+
+def layer() -> dict[str, Any]:
+    """Return the user's defaults as keys of a job file; raises UsageError if they are invalid."""
+    folder = os.environ.get("XDG_CONFIG_HOME", "")
+    path = Path(folder if os.path.isabs(folder) else os.path.expanduser("~/.config"), *NAME)
+    if not path.is_file():
+        return {}
+    found = read_file(path)
+    if wrong := [key for key in OF_JOBS if key in found]:
+        raise UsageError(f"{path} sets {wrong[0]}, which has no default", "set it in a job file")
+    return found

@@ -1,0 +1,47 @@
+"""`events`: what happened to a job, and when."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from orchestrate import errors
+from orchestrate.cli import commands
+from orchestrate.console import out
+from orchestrate.job import events, report, store
+from orchestrate.job.events import Event
+
+MAX_VALUE = 100  # characters of a value
+LEFT_OUT = ("time", "seconds", "version", "states", "use", "known", "exchanged", "hosts")
+
+
+def show_events(args: argparse.Namespace) -> int:
+    """Print the events of a job, one per line; with `--follow`, until it ends."""
+    paths, shown = commands.paths_of(args), 0
+    with commands.watching(paths.root.name):
+        for _ in commands.rounds(args, paths):
+            found = store.history(paths)
+            for event in found[shown:]:
+                out(_line(event))
+            shown = len(found)
+    return errors.SUCCEEDED
+
+
+def _line(event: Event) -> str:
+    """Format an event: local time, seconds since the start of the job, name, and what it is about."""
+    clock = time.strftime("%H:%M:%S", time.localtime(event.time))
+    about = report.line(event).partition("\n")[0] or ", ".join(_values(dataclasses.asdict(event)))
+    return f"{clock}  {event.seconds:9.3f} s  {events.name(type(event)):<20}  {about}".rstrip()
+
+
+def _values(values: dict[str, Any]) -> Iterator[str]:
+    for key, value in values.items():
+        if key in LEFT_OUT or (not value and type(value) is not int):
+            continue
+        value = value["summary"] if isinstance(value, dict) and "summary" in value else value
+        text = ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+        text = text if len(text) <= MAX_VALUE else f"{text[: MAX_VALUE - 1]}…"
+        yield f"{key.replace('_', ' ')} {text}"

@@ -1,0 +1,108 @@
+"""Jobs and clusters, running or ended, as `ps` lists them."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from orchestrate.cli import cluster
+from orchestrate.cli.find import created_at, job_folders
+from orchestrate.engines import choice
+from orchestrate.engines.base import Engine, JobState
+from orchestrate.errors import UsageError
+from orchestrate.files import lock
+from orchestrate.files.paths import JobPaths
+from orchestrate.job import store
+from orchestrate.job.limits import format_bytes
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A job or cluster."""
+
+    name: str
+    engine: str
+    nodes: int  # that exist now
+    state: str  # for display
+    run: Path  # its run directory
+    started: float  # in seconds since 1970; 0 if unknown
+    seconds: float | None = None  # duration, if it has ended
+    metrics: dict[str, Any] = field(default_factory=dict)  # last values
+
+
+def current(runs: Path) -> Iterator[Listed]:
+    """Yield clusters, jobs with nodes of their own or on a cluster, and jobs with a supervisor but no nodes."""
+    shown = set()
+    for engine in choice.available_engines():
+        for state in engine.jobs():
+            busy = lock.holder(state.paths)
+            status = _of_cluster(state, engine, busy) if state.cluster else "running" if busy else "no supervisor"
+            shown.add(state.job_id)
+            yield Listed(state.job_id, state.engine, state.nodes, status, state.paths.root, created_at(state.paths))
+            for paths in store.on_cluster(state.paths.root.parent, state.job_id) if state.cluster and busy else ():
+                if lock.holder(paths):
+                    shown.add(paths.root.name)
+                    yield from _supervised(paths, f"running on {state.job_id}")
+    for folder in job_folders(runs):
+        if folder.name not in shown and lock.holder(JobPaths(folder)):
+            yield from _supervised(JobPaths(folder), "running")
+
+
+def ended(runs: Path) -> Iterator[Listed]:
+    """Yield the jobs in `runs` that have ended, the newest first."""
+    for paths in sorted(map(JobPaths, job_folders(runs)), key=created_at, reverse=True):
+        if data := store.ended(paths):
+            yield Listed(
+                paths.root.name,
+                str(data.get("engine", "")),
+                0,
+                str(data["outcome"]),
+                paths.root,
+                created_at(paths),
+                data["duration_s"],
+                data.get("final_metrics", {}),
+            )
+
+
+def ended_at(paths: JobPaths) -> float:
+    """Return the time at which a job ended, in seconds since 1970; raises OSError if it has not."""
+    return paths.report.lstat().st_mtime
+
+
+def _supervised(paths: JobPaths, state: str) -> Iterator[Listed]:
+    with contextlib.suppress(UsageError):  # its files are unreadable
+        plan = store.load(paths)[1]
+        nodes = len(plan.nodes) if plan.placement.cluster else 0
+        yield Listed(plan.job_id, plan.engine, nodes, state, paths.root, created_at(paths))
+
+
+def _of_cluster(state: JobState, engine: Engine, busy: object) -> str:
+    """Describe the state of a cluster: its memory, and the minutes until its nodes end by themselves."""
+    if busy:
+        return "in use"
+    left = None
+    with contextlib.suppress(UsageError, OSError):
+        left = cluster.Cluster(state.paths, *store.load(state.paths)).seconds_left()
+    if left is not None and left <= 0:
+        return "expired"
+    size = engine.memory(state.job_id)
+    holds = [f"holds {format_bytes(size)}"] if size else []
+    return ", ".join(["idle", *holds, *([] if left is None else [f"{math.ceil(left / 60)} min left"])])
+
+
+def ago(then: float) -> str:
+    """Format the time since `then`: `3 min ago`."""
+    return f"{duration(max(0.0, time.time() - then))} ago"
+
+
+def duration(seconds: float) -> str:
+    """Format a duration with one unit: `33 s`, `5 min`, `7 h`, `12 d`."""
+    for unit, size, most in (("s", 1, 120), ("min", 60, 7200), ("h", 3600, 48 * 3600)):
+        if seconds < most:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds / 86400:.0f} d"

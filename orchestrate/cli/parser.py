@@ -1,0 +1,77 @@
+"""An argument parser whose errors are UsageErrors with a hint."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+from typing import Any, NoReturn, TypeAlias
+
+from orchestrate.errors import UsageError
+from orchestrate.job.spec import FIELDS
+from orchestrate.job.strict_yaml import shown
+
+EXPORTS = {"kubernetes": ("job", "jobset", "trainjob"), "slurm": ("venv", "apptainer", "pyxis"), "compose": ()}
+
+
+class Parser(argparse.ArgumentParser):
+    """ArgumentParser that raises UsageError with a hint instead of exiting."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options, allow_abbrev=False)
+
+    def add_verbose(self) -> None:
+        """Add --verbose to every command."""
+        subcommands = [action for action in self._actions if isinstance(action, argparse._SubParsersAction)]
+        for command in [parser for action in subcommands for parser in action.choices.values()]:
+            command.add_verbose()
+        if not subcommands:
+            self.add_argument("-v", "--verbose", action="store_true", help="print a detailed log to stderr")
+
+    def error(self, message: str) -> NoReturn:
+        """Raise UsageError with a hint for `message`."""
+        if match := re.search(r"^(?!argument --).*invalid choice: '(.*?)' \(choose from (.*)\)", message):
+            known = re.findall(r"[\w-]+", match[2])
+            kind = "target" if known == [*EXPORTS] else "command"
+            script = kind == "command" and match[1].endswith((".py", ".sh"))
+            hint = f"{self.prog} run {match[1]}" if script else suggestion(match[1], known, self.prog)
+            raise UsageError(f"unknown {kind} {shown(match[1])}", hint)
+        raise UsageError(message, f"{self.prog} --help")
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse `args`; raises UsageError for unknown options and unexpected arguments."""
+        parsed, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            command = self.subparser(parsed.command)
+            command = command.subparser(parsed.target) if parsed.command == "export" else command
+            flag = unknown[0].partition("=")[0]
+            kind = "unknown option" if flag.startswith("-") else "unexpected argument"
+            key = flag.lstrip("-").replace("-", "_")
+            hint = f"use --set {key}=VALUE" if key in FIELDS else suggestion(flag, command.flags(), command.prog)
+            raise UsageError(f"{parsed.command}: {kind} {shown(unknown[0])}", hint)
+        return parsed
+
+    def flags(self) -> list[str]:
+        """Return the names of all options."""
+        return [name for action in self._actions for name in action.option_strings]
+
+    def switches(self) -> set[str]:
+        """Return the names of the options that take no value."""
+        return {name for action in self._actions if action.nargs == 0 for name in action.option_strings}
+
+    def subparser(self, command: str) -> Parser:
+        """Return the parser of a command."""
+        (subparsers,) = (action for action in self._actions if isinstance(action, argparse._SubParsersAction))
+        parser: Parser = subparsers.choices[command]
+        return parser
+
+
+Subparsers: TypeAlias = "argparse._SubParsersAction[Parser]"
+
+
+def suggestion(word: str, known: list[str], prog: str) -> str:
+    """Return a hint for a misspelled word: the known one that is most similar, or the help of `prog`."""
+    names = {name.lstrip("-"): name for name in known}
+    matches = difflib.get_close_matches(word.lstrip("-"), names, n=1, cutoff=0.65)
+    fallback = f"one of {', '.join(known)}" if known == [*EXPORTS] else f"{prog} --help"
+    return f"did you mean {names[matches[0]]}?" if matches else fallback

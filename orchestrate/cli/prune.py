@@ -1,0 +1,56 @@
+"""`prune`: remove the files of jobs that have ended, and caches."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+from orchestrate import errors
+from orchestrate.cli.find import job_folders
+from orchestrate.cli.listing import ended_at
+from orchestrate.console import out, print_message
+from orchestrate.files import private, records
+from orchestrate.files.paths import JobPaths
+from orchestrate.job import store
+from orchestrate.job.limits import format_bytes
+from orchestrate.job.plan import pluralize
+
+CACHES = ("data", "environments", "sources")
+
+
+def prune(args: argparse.Namespace) -> int:
+    """Remove run directories of jobs that ended long ago, and with `--caches` the caches; print what is removed."""
+    count = size = 0
+    for folder, remove in [*_jobs(args), *(_caches() if args.caches else ())]:
+        count, size = count + 1, size + _size(folder)
+        out(folder)
+        if not args.dry_run:
+            remove()
+    verb = "would be removed" if args.dry_run else "removed"
+    print_message(f"{pluralize(count, 'folder')} {verb}: {format_bytes(size)}")
+    return errors.SUCCEEDED
+
+
+def _jobs(args: argparse.Namespace) -> Iterator[tuple[Path, Callable[[], None]]]:
+    """Yield this account's jobs that ended before the time and left no nodes."""
+    before = time.time() - args.older_than
+    for folder in job_folders(args.runs):
+        paths = JobPaths(folder)
+        data = store.ended(paths) if records.find(folder) else None
+        if data and not data["left_behind"] and ended_at(paths) <= before:
+            yield folder, partial(store.remove, paths)
+
+
+def _caches() -> Iterator[tuple[Path, Callable[[], None]]]:
+    for kind in CACHES:
+        if (folder := private.cache(kind)).is_dir():
+            yield folder, partial(shutil.rmtree, folder)
+
+
+def _size(folder: Path) -> int:
+    """Return the bytes that a folder takes on its disk."""
+    return sum(path.lstat().st_blocks * 512 for path in folder.rglob("*"))

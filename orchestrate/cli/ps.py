@@ -1,0 +1,54 @@
+"""`ps`: clusters and jobs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from orchestrate import console, errors
+from orchestrate.cli import listing
+from orchestrate.cli.listing import Listed
+from orchestrate.console import out
+
+HEAD = ("NAME", "ENGINE", "NODES", "STATE")
+MAX_METRICS = 3  # shown for a job
+
+
+def ps(args: argparse.Namespace) -> int:
+    """List clusters and running jobs; with `--all`, also the jobs that have ended."""
+    rows = [*listing.current(args.runs)]
+    if args.all:
+        running = {row.name for row in rows}
+        rows += [row for row in listing.ended(args.runs) if row.name not in running]
+    if args.json:
+        out(json.dumps([_data(row) for row in rows], indent=2))
+    elif args.all:
+        console.table([(*HEAD, "STARTED", "DURATION", "METRICS", "RUN"), *map(_long, rows)])
+    else:
+        console.table([(*HEAD, "RUN"), *((*_short(row), str(row.run)) for row in rows)])
+    return errors.SUCCEEDED
+
+
+def _short(row: Listed) -> tuple[str, str, str, str]:
+    return row.name, row.engine, str(row.nodes), row.state
+
+
+def _long(row: Listed) -> tuple[str, ...]:
+    numbers = {name: value for name, value in row.metrics.items() if type(value) in (int, float)}
+    metrics = ", ".join(f"{name} {value:.4g}" for name, value in [*numbers.items()][-MAX_METRICS:])
+    lasted = "" if row.seconds is None else listing.duration(row.seconds)
+    return *_short(row), listing.ago(row.started) if row.started else "", lasted, metrics, str(row.run)
+
+
+def _data(row: Listed) -> dict[str, Any]:
+    return {
+        "name": row.name,
+        "engine": row.engine,
+        "nodes": row.nodes,
+        "state": row.state,
+        "run_directory": str(row.run),
+        "started": row.started,
+        "duration_s": row.seconds,
+        "metrics": row.metrics,
+    }

@@ -1,0 +1,89 @@
+"""`resume`: another generation of a job that has ended, with the files of its run directory."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import secrets
+
+from orchestrate.cli import commands
+from orchestrate.console import print_message
+from orchestrate.engines.ports import port
+from orchestrate.errors import UsageError
+from orchestrate.files import lock, records
+from orchestrate.files.paths import JobPaths, code_folder
+from orchestrate.job import source, store, users
+from orchestrate.job.events import JobResumed
+from orchestrate.job.history import History
+from orchestrate.job.outcomes import Outcome
+from orchestrate.job.plan import Plan, plan
+from orchestrate.job.spec import JobSpec
+from orchestrate.supervise import launch, stores
+
+
+def resume(args: argparse.Namespace) -> int:
+    """Continue a job that was stopped, failed or was lost, and return its exit code.
+
+    Its image and GPUs are checked again, and its code folder is copied again, except for files that workers wrote.
+    """
+    paths = commands.paths_of(args)
+    _check(paths)
+    spec, last = store.load(paths)
+    try:
+        os.chdir(last.placement.code)
+    except OSError as error:
+        hint = "restore the folder, or start a new job"
+        raise UsageError(f"cannot enter the job's code folder {last.placement.code}: {error.strerror}", hint) from None
+    _check_user(spec, last, paths)
+    launch.check_script(spec)
+    stores.prepare(spec)
+    engine, name = commands.engine_of(spec, last), paths.root.name
+    engine.prepare(spec, paths.shared)
+    inventory, placement = engine.inventory(spec, paths.shared, run_image=True)
+    placement = dataclasses.replace(placement, revision=source.revision(code_folder(spec.command))())
+    try:
+        with lock.held(paths):
+            _check(paths)  # again: another process may have resumed the job meanwhile
+            record = launch.recorder(paths, hide=spec.mask())
+            ended = History(record.events).ended
+            number = ended[-1].generation + 1 if ended else 0
+            wanted = plan(spec, inventory, placement, name, port(placement.network, number), number)
+            records.reopen(paths.root, secrets.token_bytes(32))
+            store.keep(paths, wanted)
+            record(JobResumed())
+            record.close()
+            paths.page.unlink(missing_ok=True)
+            paths.report.unlink()  # from here on, the job has not ended
+    except BlockingIOError:
+        _check(paths)
+        raise
+    print_message(str(wanted))
+    follower = launch.rest(paths, spec, wanted, last=0)
+    stops, show = commands.count_signals(spec), commands.output(args)
+    with commands.screen(args, wanted, paths) as screen:
+        data = launch.supervise(paths, engine, stops, print_message, follower, show, screen)
+    return commands.end(args, name, data)
+
+
+def _check_user(spec: JobSpec, last: Plan, paths: JobPaths) -> None:
+    """Raise UsageError if nodes would run as another user than before, who cannot write to the job folder."""
+    user, owner = users.nodes_of(spec), paths.shared.stat().st_uid
+    if last.engine != "process" and user and user[0] != owner:
+        raise UsageError(
+            f"the files of {paths.root.name} belong to user {owner}, but its nodes would run as user {user[0]}",
+            "resume it as it was started: with or without sudo",
+        )
+
+
+def _check(paths: JobPaths) -> None:
+    """Raise UsageError for a job that cannot be resumed."""
+    name, data = paths.root.name, store.ended(paths)
+    records.need(paths.root)
+    if not data:
+        state = f"is supervised by {supervisor}" if (supervisor := lock.holder(paths)) else "has no supervisor"
+        raise UsageError(f"{name} has not ended: it {state}", f"python -m orchestrate attach {name}")
+    if data["outcome"] == Outcome.SUCCEEDED:
+        raise UsageError(f"{name} has succeeded", "start a new job; its script can load the checkpoints of this one")
+    if data["left_behind"]:
+        raise UsageError(f"not all nodes of {name} were removed", f"python -m orchestrate stop {name}")

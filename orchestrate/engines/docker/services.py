@@ -1,0 +1,108 @@
+"""Services that a job's nodes reach by name: containers of the user's own Compose file on the job's network."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+
+import yaml
+from docker.models.containers import Container
+
+from orchestrate.console import during
+from orchestrate.engines.base import never
+from orchestrate.engines.docker import labels
+from orchestrate.engines.docker.client import Daemon
+from orchestrate.errors import EngineError, EngineLost, ResourceError, UsageError
+from orchestrate.files.folder import write_whole
+
+NETWORK = "orchestrate"  # name of the job's network in the Compose file
+SHOWN_LINES, MAX_LINES = 10, 10_000  # of each service: in an error, and in a file
+SERVICE = r"[A-Za-z0-9._-]+"  # name of a service
+
+
+class Services:
+    """The services of one job: a Compose project with its containers, networks and volumes."""
+
+    def __init__(self, daemon: Daemon, job_id: str, file: str, network: str) -> None:
+        """`file` is the Compose file, and `network` the name of the job's network."""
+        self.daemon, self.job_id, self.file, self.network = daemon, job_id, Path(os.path.realpath(file)), network
+        self.project = project(job_id)
+
+    @during("starting the services")
+    def up(self, stopped: Callable[[], bool]) -> None:
+        """Start services that are not running, and wait until all are healthy.
+
+        Raises UsageError for a file that cannot be used, and ResourceError if a service does not start.
+        """
+        lines = self._compose("config", "--services").splitlines()
+        names = [line for line in lines if re.fullmatch(SERVICE, line)]  # the others are warnings
+        if taken := {*names} & {*labels.ROLES}:
+            raise UsageError(
+                f"{self.file} has a service {taken.pop()}, which is the name of a node", "rename the service"
+            )
+        added = {"labels": {labels.SERVICES: self.job_id}, "networks": {NETWORK: {}}}
+        document = {
+            "services": dict.fromkeys(names, added),
+            "networks": {NETWORK: {"name": self.network, "external": True}},
+        }
+        # A service that runs is kept, even if its file or a variable has changed: it may hold data of the job.
+        options = ("--detach", "--wait", "--quiet-pull", "--no-recreate")
+        self._compose("up", *options, given=yaml.safe_dump(document), stopped=stopped)
+
+    def failures(self) -> list[str]:
+        """Describe the services that have ended with an error."""
+        with self.daemon.translating_errors("could not inspect the services"):
+            states = {each.name: each.attrs["State"] for each in self._containers()}
+        return [
+            f"the service {name} has ended with exit code {state['ExitCode']}"
+            for name, state in sorted(states.items())
+            if state["Status"] == "exited" and state["ExitCode"]
+        ]
+
+    def save_logs(self, path: Path) -> None:
+        """Write the last lines of each service to a file; raises EngineError or OSError."""
+        with self.daemon.translating_errors("could not read the output of the services"):
+            parts = [f"--- {each.name}\n".encode() + each.logs(tail=MAX_LINES) for each in self._containers()]
+        write_whole(path, b"\n".join(parts).decode(errors="replace"))
+
+    def _containers(self) -> list[Container]:
+        label = f"{labels.SERVICES}={self.job_id}"
+        return self.daemon.client.containers.list(all=True, filters={"label": label})
+
+    def _last_lines(self) -> str:
+        """Return the last lines of services that have ended or are unhealthy."""
+        lines = []
+        with contextlib.suppress(EngineError), self.daemon.translating_errors("could not read their output"):
+            for each in self._containers():
+                if each.status != "running" or each.attrs["State"].get("Health", {}).get("Status") == "unhealthy":
+                    text = each.logs(tail=SHOWN_LINES).decode(errors="replace")
+                    lines += [f"\n    {each.name} | {line}" for line in text.splitlines()]
+        return "".join(lines)
+
+    def _compose(self, *arguments: str, given: str = "", stopped: Callable[[], bool] = never) -> str:
+        files = ["--file", str(self.file), *(["--file", "-"] if given else [])]
+        try:
+            return self.daemon.compose(
+                *("--project-name", self.project, *files, *arguments),
+                folder=self.file.parent,
+                given=given,
+                capture=True,
+                stopped=stopped,
+                patience=0.0,
+            )
+        except EngineLost:
+            raise
+        except EngineError as error:
+            if stopped():
+                raise
+            hint = f"docker compose --file {shlex.quote(str(self.file))} up starts them without the job"
+            raise ResourceError(f"services of {self.file} did not start: {error}{self._last_lines()}", hint) from None
+
+
+def project(job_id: str) -> str:
+    """Return the name of the Compose project of a job's services."""
+    return f"{job_id}-services"

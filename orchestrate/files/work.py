@@ -1,0 +1,229 @@
+"""The working directory of a job's workers: a writable copy of the code folder, which is read-only in nodes.
+
+What workers write there stays with the job. Once it has ended, `tidy` removes the copies that no worker has changed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import TypeAlias
+
+from orchestrate.files.folder import Folder, allows, walk_in
+
+MAX_FILE = 64 << 20  # bytes of a file that is copied
+MAX_BYTES, MAX_FILES = 512 << 20, 10_000  # bytes and files that are copied; either takes half a second
+LINKED = "node_modules"  # a folder with many files that training does not change
+VENV = "pyvenv.cfg"  # a file in every virtual environment
+PIECE = 1 << 20  # bytes per read
+PART = ".orchestrate-part"  # name of a file that is being copied
+COMPILED = "__pycache__"
+NOT_A_FOLDER = (errno.ENOTDIR, errno.ELOOP)
+
+Facts: TypeAlias = tuple[int, int]  # size in bytes and modification time in nanoseconds of a file
+
+
+@dataclass
+class Copy:
+    """A copy of a code folder; `run` makes it.
+
+    Files and folders beyond the limits become links to the read-only original. So do those that the nodes' user cannot
+    read: the copy must not reveal more than the original.
+    """
+
+    code: Path  # the code folder
+    hidden: Collection[str]  # paths in it that are left out
+    target: Folder  # the job folder
+    name: str  # of the working directory in it
+    original: str  # path of the code folder in nodes
+    owner: tuple[int, int] | None  # user and group ids that the files get; None for those of this process
+    stopped: Callable[[], bool] = lambda: False  # whether to stop early
+    copied: dict[str, Facts] = field(default_factory=dict)  # the copies, by path
+    files: int = 0  # copied so far
+    bytes: int = 0
+    links: int = 0
+
+    def run(self) -> None:
+        """Copy what does not exist in the working directory yet; raises OSError, for example if the disk is full."""
+        pending = deque([""])
+        while pending:
+            path = pending.popleft()
+            entries = self._entries(path)
+            if entries is None or (path and not self._fits(entries)):
+                self._link(path)
+                continue
+            with self._folder(path) as there:
+                for entry in sorted(entries, key=lambda entry: entry.name) if there else ():
+                    if self.stopped():
+                        return
+                    name = f"{path}/{entry.name}" if path else entry.name
+                    if name in self.hidden:
+                        continue
+                    if entry.is_dir(follow_symlinks=False) and entry.name != LINKED:
+                        pending.append(name)
+                    else:
+                        self._copy(entry, name, there)
+
+    def _entries(self, path: str) -> list[os.DirEntry[str]] | None:
+        """List a folder, up to a limit unless it is the code folder itself; None if it cannot be read."""
+        with contextlib.suppress(OSError):
+            if self._readable((self.code / path).stat(), stat.S_IROTH | stat.S_IXOTH):
+                with os.scandir(self.code / path) as found:
+                    return [*islice(found, MAX_FILES + 1 if path else None)]
+        return None
+
+    def _fits(self, entries: list[os.DirEntry[str]]) -> bool:
+        """Whether to copy a folder: it is not too large, and no virtual environment."""
+        fits = len(entries) <= MAX_FILES - self.files and self.bytes < MAX_BYTES
+        return fits and not any(entry.name == VENV for entry in entries)
+
+    @contextlib.contextmanager
+    def _folder(self, path: str) -> Iterator[int]:
+        """Yield a descriptor of a folder in the working directory; 0 if a worker has replaced it by something else."""
+        with contextlib.ExitStack() as stack:
+            there = 0
+            try:
+                there = stack.enter_context(self.target.opened(f"{self.name}/{path}", make=True))
+            except OSError as error:
+                if error.errno not in NOT_A_FOLDER:
+                    raise
+            if there and self.owner:
+                os.fchown(there, *self.owner)
+            yield there
+
+    def _copy(self, entry: os.DirEntry[str], path: str, there: int) -> None:
+        """Copy a file or a symbolic link, or link to it; skip sockets, pipes and devices."""
+        if entry.is_symlink():
+            with contextlib.suppress(FileNotFoundError):
+                self._symlink(os.readlink(entry.path), entry.name, there)
+        elif entry.is_dir() or (entry.is_file() and not self._copy_file(entry, path, there)):
+            self._symlink(f"{self.original}/{path}", entry.name, there)
+
+    def _copy_file(self, entry: os.DirEntry[str], path: str, there: int) -> bool:
+        """Copy a file unless something has its name; return False if it cannot be copied."""
+        try:
+            source = os.open(entry.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError:
+            return False
+        try:
+            status = os.fstat(source)
+            fits = status.st_size <= min(MAX_FILE, MAX_BYTES - self.bytes) and self.files < MAX_FILES
+            if not fits or not self._readable(status, stat.S_IROTH):
+                return False
+            if existing := _status(entry.name, there):
+                if _is_copy(existing, facts(status)):  # by an earlier process
+                    self.copied[path] = facts(status)
+                return True
+            with contextlib.suppress(FileNotFoundError):  # of an earlier process, or a worker's
+                os.unlink(PART, dir_fd=there)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+            copy = os.open(PART, flags, 0o600, dir_fd=there)
+            try:
+                while piece := memoryview(os.read(source, PIECE)):
+                    while piece:
+                        piece = piece[os.write(copy, piece) :]
+                if self.owner:
+                    os.fchown(copy, *self.owner)
+                os.fchmod(copy, stat.S_IMODE(status.st_mode) & 0o777 | stat.S_IRUSR)
+                os.utime(copy, ns=(status.st_atime_ns, status.st_mtime_ns))
+                self.copied[path] = facts(os.fstat(copy))
+            finally:
+                os.close(copy)
+            os.rename(PART, entry.name, src_dir_fd=there, dst_dir_fd=there)
+        finally:
+            os.close(source)
+        self.files += 1
+        self.bytes += status.st_size
+        return True
+
+    def _readable(self, status: os.stat_result, others: int) -> bool:
+        """Whether the nodes' user has the rights `others`, given as mode bits of all other users."""
+        return self.owner is None or allows(status, *self.owner, others)
+
+    def _link(self, path: str) -> None:
+        """Link to the original of a folder whose parent has been copied; not of the code folder itself."""
+        parent, _, name = path.rpartition("/")
+        with self._folder(parent) as there:
+            if there and name:
+                self._symlink(f"{self.original}/{path}", name, there)
+
+    def _symlink(self, target: str, name: str, there: int) -> None:
+        with contextlib.suppress(FileExistsError):
+            os.symlink(target, name, dir_fd=there)
+            self.links += target.startswith(f"{self.original}/")
+            if self.owner:
+                os.chown(name, *self.owner, dir_fd=there, follow_symlinks=False)
+
+
+def facts(status: os.stat_result) -> Facts:
+    """Return what changes when a file changes."""
+    return status.st_size, status.st_mtime_ns
+
+
+def _status(name: str, folder: int) -> os.stat_result | None:
+    """Return the status of a name in a folder, given by its descriptor, or None; does not follow a link."""
+    with contextlib.suppress(FileNotFoundError):
+        return os.stat(name, dir_fd=folder, follow_symlinks=False)
+    return None
+
+
+def _is_copy(status: os.stat_result, original: Facts | None) -> bool:
+    return stat.S_ISREG(status.st_mode) and facts(status) == original
+
+
+def tidy(
+    code: Path, folder: Folder, work: str, original: str, most: int, copied: Mapping[str, Facts]
+) -> tuple[list[str], bool]:
+    """Remove what no worker has changed from a working directory that nodes cannot reach anymore.
+
+    Return the paths of all other files, at most `most`, and whether these are all. `work` is its name in the job
+    folder, which nodes may have replaced, `original` is the path of the code folder in nodes, and `copied` are the
+    files as they were copied: the code may have changed since. Raises OSError if something cannot be removed.
+    """
+    written: list[str] = []
+    folders: list[str] = []
+    complete = True
+    with folder.opened() as parent:
+        for root, below, names, descriptor in walk_in(work, parent):
+            # os.fwalk takes links to folders for folders.
+            links = [name for name in below if _is_link(name, descriptor)]
+            folders += [os.path.normpath(f"{root}/{name}") for name in below if name not in links]
+            for name in names + links:
+                path = os.path.normpath(f"{root}/{name}")
+                unchanged = _unchanged(name, descriptor, code / path, f"{original}/{path}", copied.get(path))
+                if COMPILED in path.split("/") or unchanged:
+                    os.unlink(name, dir_fd=descriptor)
+                elif len(written) < most:
+                    written.append(path)
+                else:
+                    complete = False
+    for path in reversed(folders):
+        if os.path.basename(path) == COMPILED or (code / path).is_dir():
+            with contextlib.suppress(OSError), folder.opened(f"{work}/{os.path.dirname(path)}") as parent:
+                os.rmdir(os.path.basename(path), dir_fd=parent)
+    return sorted(written), complete
+
+
+def _is_link(name: str, folder: int) -> bool:
+    return stat.S_ISLNK(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode)
+
+
+def _unchanged(name: str, folder: int, source: Path, link: str, copied: Facts | None) -> bool:
+    """Whether a file is as `Copy` has made it: a copy of `source`, or the symbolic link `link` to it."""
+    with contextlib.suppress(OSError):
+        copy = os.stat(name, dir_fd=folder, follow_symlinks=False)
+        if stat.S_ISLNK(copy.st_mode):
+            target = os.readlink(name, dir_fd=folder)
+            return target == link or (source.is_symlink() and target == os.readlink(source))
+        if _is_copy(copy, copied):
+            return True
+        original = source.lstat()
+        return stat.S_ISREG(original.st_mode) and _is_copy(copy, facts(original))
+    return False

@@ -1,0 +1,98 @@
+"""Pages about jobs, each one file without scripts that needs nothing else."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from orchestrate import __version__
+from orchestrate.errors import OrchestrateError
+from orchestrate.files.folder import write_whole
+from orchestrate.files.paths import JobPaths
+from orchestrate.pages import charts
+from orchestrate.pages.run import Run, load
+
+log = logging.getLogger(__name__)
+
+UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+MAX_VALUE = 60  # characters of a metric
+MAX_FAILURES = 100
+TEMPLATES = Environment(
+    loader=FileSystemLoader(Path(__file__).parent),
+    autoescape=True,  # names, output and metrics are the job's
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
+
+
+def write(jobs: Sequence[JobPaths], path: Path, report: dict[str, Any] | None = None) -> None:
+    """Write a page about jobs that have ended, or about one that is about to end with this report.
+
+    Raises OrchestrateError if that fails.
+    """
+    try:
+        write_whole(path, page([load(paths, report) for paths in jobs]))
+    except OrchestrateError:
+        raise
+    except Exception as error:  # what jobs write may surprise any library
+        log.debug("cannot write %s", path, exc_info=True)
+        raise OrchestrateError(f"cannot write {path}: {error}") from None
+
+
+def page(runs: Sequence[Run]) -> str:
+    """Return a page about one job, or about the differences of several, as HTML."""
+    axis = " or ".join(dict.fromkeys(run.axis for run in runs if run.curves))
+    template = TEMPLATES.get_template("one.html" if len(runs) == 1 else "several.html")
+    text = template.render(
+        run=runs[0],
+        runs=runs,
+        version=__version__,
+        max_failures=MAX_FAILURES,
+        charts={name: charts.lines(curves, axis) for name, curves in _curves(runs).items()},
+        settings=_differing([run.settings | {"command": run.command} for run in runs]),
+        finals=_differing([{name: _value(value) for name, value in _finals(run).items()} for run in runs]),
+        duration=_duration,
+    )
+    return UNPRINTABLE.sub("�", text)
+
+
+def _curves(runs: Sequence[Run]) -> dict[str, dict[str, Any]]:
+    """Return the curves of each metric by label: its name, or the names of the jobs."""
+    found: dict[str, dict[str, Any]] = {}
+    for run in runs:
+        for name, curve in run.curves.items():
+            found.setdefault(name, {})[name if len(runs) == 1 else run.name] = curve
+    return found
+
+
+def _finals(run: Run) -> dict[str, Any]:
+    return {name: value for name, value in run.report["final_metrics"].items() if name != "rank_seconds"}
+
+
+def _differing(each: Sequence[dict[str, str]]) -> list[tuple[str, list[str], bool]]:
+    """Return for each name its values, empty for a job without one, and whether they differ; these names first."""
+    names = dict.fromkeys(name for values in each for name in values)
+    rows = [(name, [values.get(name, "") for values in each]) for name in names]
+    found = [(name, values, len({*values}) > 1) for name, values in rows]
+    return sorted(found, key=lambda row: not row[2])
+
+
+def _value(value: Any) -> str:
+    text = f"{value:.5g}" if isinstance(value, float) else json.dumps(value) if type(value) is not str else value
+    return text if len(text) <= MAX_VALUE else f"{text[: MAX_VALUE - 1]}…"
+
+
+def _duration(seconds: float) -> str:
+    """Format seconds for display."""
+    if seconds < 100:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"

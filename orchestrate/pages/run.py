@@ -1,0 +1,169 @@
+"""A job that has ended, as pages show it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from orchestrate.errors import UsageError
+from orchestrate.files import records
+from orchestrate.files.lines import Lines, last
+from orchestrate.files.paths import METRICS, JobPaths, log
+from orchestrate.job import store
+from orchestrate.job.limits import format_bytes
+from orchestrate.job.metrics import MAX_METRICS, measurements
+from orchestrate.job.plan import Plan, pluralize
+from orchestrate.job.redact import Mask, redacted
+from orchestrate.job.spec import FIELDS, JobSpec
+from orchestrate.pages.curves import Curve, Progress, progress
+from orchestrate.pages.spans import ENDING, RESTARTING, STARTING, STOPPED, WORKING, Span, spans
+from orchestrate.view.progress import MAX_LINE, parse
+
+MAX_LOG = 4 << 20  # first bytes of a log that are searched for metrics
+LOST = {
+    STARTING: "starting nodes and workers",
+    RESTARTING: "restarting",
+    ENDING: "ending: final copies, removal of the nodes",
+    STOPPED: "stopped, until it was resumed",
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """A job: its report, and what pages show besides."""
+
+    name: str
+    report: dict[str, Any]  # the content of report.json
+    spans: list[Span]
+    progress: Progress
+    curves: dict[str, Curve]  # metrics to draw, by name
+    axis: str  # what they are drawn over
+    command: str
+    settings: dict[str, str]  # keys of the job file that differ from the default
+    machine: str
+
+    @property
+    def seconds(self) -> float:
+        """The duration of the job."""
+        return self.spans[-1].end if self.spans else float(self.report["duration_s"])
+
+    @property
+    def times(self) -> list[tuple[str, float]]:
+        """What the time was spent on, and for how many seconds; first the new steps, then what was lost."""
+        lost = {text: sum(span.seconds for span in self.spans if span.kind == kind) for kind, text in LOST.items()}
+        steps = pluralize(self.progress.repeated, "step")
+        found = [
+            ("running the script", self._working - self._again),
+            (f"repeating {steps} after restarts", self._again),
+            *lost.items(),
+        ]
+        return [(text, seconds) for text, seconds in found if seconds > 0]
+
+    @property
+    def _working(self) -> float:
+        return sum(span.seconds for span in self.spans if span.kind == WORKING)
+
+    @property
+    def _again(self) -> float:
+        """Seconds for which the script repeated steps."""
+        return self._working * self.progress.repeated / max(1, self.progress.done)
+
+    @property
+    def survived(self) -> list[dict[str, Any]]:
+        """The failures after which the job went on."""
+        failures: list[dict[str, Any]] = self.report["failures"]
+        return failures[:-1] if self.report["root_cause"] else failures
+
+    @property
+    def goodput(self) -> float:
+        """The share of the time in which the script ran, without steps that were repeated: 0 to 1."""
+        return (self._working - self._again) / self.seconds if self.seconds else 0.0
+
+    @property
+    def exchanged(self) -> str:
+        """How much data a worker exchanges in a step, compared with an all-reduce; empty if unknown.
+
+        An all-reduce of S bytes sends 2 (N - 1) / N S bytes from each of N workers, and receives as many (Patarasuk
+        and Yuan, "Bandwidth optimal all-reduce algorithms", 2009).
+        """
+        known = [count for count in self.report.get("exchanged_bytes", ()) if count]
+        workers, steps = self.report["world_size"], self.progress.latest
+        clear = self.progress.numbered and self.progress.restarts + 1 == self.report["generations"]
+        if workers < 2 or len(known) < workers or not steps or not clear:
+            return ""
+        each = sum(known) / len(known) / steps
+        size = each / 2 / (2 * (workers - 1) / workers)
+        return (
+            f"Each worker sends and receives about {format_bytes(int(each))} per step, "
+            f"like an all-reduce of {format_bytes(int(size))}."
+        )
+
+
+def load(paths: JobPaths, report: dict[str, Any] | None = None) -> Run:
+    """Read a job that has ended, or is about to end with this report.
+
+    Raises UsageError for others, or if its files are damaged.
+    """
+    spec, plan = store.look(paths)
+    if not (data := report or store.ended(paths)):
+        raise UsageError(f"{paths.root.name} has not ended", f"python -m orchestrate attach {paths.root.name}")
+    mask = spec.mask()
+    found = progress(_rows(paths), int(data["generations"]))
+    curves, axis = found.drawn(mask), "step" if found.numbered else "order in metrics.jsonl"
+    if not curves:
+        curves, axis = progress(_printed(paths, mask)).drawn(), "order in the log"
+    verified = store.history(paths) if records.find(paths.root) else []  # a copied job has no key for its events
+    command = shlex.join(map(mask, plan.command))
+    return Run(
+        name=paths.root.name,
+        report=data,
+        spans=spans(verified),
+        progress=found,
+        curves=curves,
+        axis=axis,
+        command=command,
+        settings=_set(spec, mask),
+        machine=_machine(plan),
+    )
+
+
+def _rows(paths: JobPaths) -> Iterator[dict[str, Any]]:
+    with contextlib.suppress(OSError), paths.folder.open(METRICS) as file:
+        yield from measurements(last(file, MAX_METRICS))
+
+
+def _printed(paths: JobPaths, mask: Mask) -> Iterator[dict[str, Any]]:
+    """Yield the metrics in the log of rank 0: in each state of a progress bar, and in lines."""
+    with contextlib.suppress(OSError), paths.folder.open(log(0)) as file:
+        read = Lines()
+        for line in [*read.new(file, MAX_LOG), read.rest()]:
+            for state in mask(line.decode(errors="replace")).split("\r"):
+                if found := parse(state[-MAX_LINE:]):
+                    yield {name: value for name, value in found.metrics.items() if name != "step"}
+
+
+def _set(spec: JobSpec, mask: Mask) -> dict[str, str]:
+    """Return the keys of a job file that are set, without the command and values of secrets."""
+    shown, default = dataclasses.replace(spec, env=redacted(spec.env, spec.secrets)), JobSpec()
+    names = [key for key in FIELDS if key != "command" and getattr(shown, key) != getattr(default, key)]
+    return {key: _yaml(mask.inside(_plain(getattr(shown, key)))) for key in names}
+
+
+def _plain(value: Any) -> Any:
+    return [*value] if isinstance(value, tuple) else value
+
+
+def _yaml(value: Any) -> str:
+    return yaml.safe_dump(value, default_flow_style=True, width=10_000).removesuffix("...\n").strip()
+
+
+def _machine(plan: Plan) -> str:
+    memory = f", {format_bytes(plan.inventory.memory)} of memory" if plan.inventory.memory else ""
+    gpus = f", {pluralize(len(plan.gpus), 'GPU')}" if plan.gpus else ""
+    return f"{plan.inventory.about}, {pluralize(len(plan.inventory.cores), 'core')}{gpus}{memory}"

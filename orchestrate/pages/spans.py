@@ -1,0 +1,58 @@
+"""What a job spent its time on. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from orchestrate.job import events
+from orchestrate.job.events import Event
+from orchestrate.job.outcomes import Outcome
+
+STARTING, WORKING, RESTARTING, ENDING, STOPPED = "starting", "working", "restarting", "ending", "stopped"
+
+
+@dataclass(frozen=True)
+class Span:
+    """A part of a job's time."""
+
+    kind: str
+    begin: float  # seconds since the job's start
+    end: float
+    generation: int
+    why: str = ""  # how it ended, for display
+
+    @property
+    def seconds(self) -> float:
+        """Its duration."""
+        return self.end - self.begin
+
+
+def spans(found: Iterable[Event]) -> list[Span]:
+    """Return the spans of a job from its start to its last event, in order and without gaps."""
+    done: list[Span] = []
+    now = Span(STARTING, 0.0, 0.0, 0)
+
+    def turn(kind: str, event: Event, why: str = "") -> None:
+        nonlocal now
+        done.append(replace(now, end=max(now.begin, event.seconds), why=why))
+        now = Span(kind, done[-1].end, done[-1].end, now.generation)
+
+    for event in found:
+        match event:
+            case events.GenerationStarting():
+                now = replace(now, generation=event.generation)
+            case events.WorkersStarted():
+                turn(WORKING, event)
+            case events.GenerationEnded():
+                kind = RESTARTING if event.outcome == Outcome.FAILED else ENDING
+                turn(kind, event, event.cause.summary if event.cause else event.why)
+            case events.OutcomeDecided() if now.kind != WORKING:
+                now = replace(now, kind=ENDING)
+            case events.JobEnded():
+                turn(STOPPED, event)
+            case events.JobResumed():
+                turn(STARTING, event)
+        now = replace(now, end=max(now.end, event.seconds))
+    done += [now] if now.kind != STOPPED else []
+    return [span for span in done if span.seconds > 0]

@@ -1,0 +1,1 @@
+"""Copies of a job's files in an object store."""

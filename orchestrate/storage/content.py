@@ -1,0 +1,81 @@
+"""Reading local files that may change, or become something else, at any time."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+from collections.abc import Callable, Iterator
+from typing import BinaryIO
+
+from orchestrate.files.folder import Folder
+from orchestrate.node.checks import shown
+from orchestrate.storage.parallel import Stopped
+from orchestrate.storage.scan import GONE, Facts
+
+PIECE = 1 << 20  # bytes per read
+
+
+class Changed(Exception):
+    """A file is no longer what the scan found."""
+
+
+class Unreadable(Exception):
+    """A file cannot be read, for example because of its mode."""
+
+
+class Content:
+    """The content of one file as a scan found it; methods raise Changed if it differs, Unreadable and Stopped."""
+
+    def __init__(self, folder: Folder, path: str, facts: Facts, stopped: Callable[[], bool]) -> None:
+        self.folder, self.path, self.facts, self.stopped = folder, path, facts, stopped
+
+    def digest(self) -> str:
+        """Return the SHA-256."""
+        found = hashlib.sha256()
+        for piece in self.all():
+            found.update(piece)
+        return found.hexdigest()
+
+    def pieces(self, sha256: str) -> Iterator[bytes]:
+        """Yield the content; raises Changed instead of yielding the end if it is not the one with this SHA-256."""
+        found, last = hashlib.sha256(), b""
+        for piece in self.all():
+            found.update(piece)
+            if last:
+                yield last
+            last = piece
+        if found.hexdigest() != sha256:
+            raise Changed(f"{shown(self.path)} changed while it was copied")
+        yield last
+
+    def all(self) -> Iterator[bytes]:
+        """Yield the content, in pieces; raises Changed instead of yielding the end if it changes meanwhile."""
+        with self._open() as file:
+            left = self.facts.size
+            while left and (piece := self._read(file, min(left, PIECE))):
+                left -= len(piece)
+                yield piece
+            if left or Facts.of(os.fstat(file.fileno())) != self.facts:
+                raise Changed(f"{shown(self.path)} changed while it was copied")
+
+    @contextlib.contextmanager
+    def _open(self) -> Iterator[BinaryIO]:
+        try:
+            file = self.folder.open(self.path)
+        except OSError as error:
+            if error.errno in GONE:
+                raise Changed(f"{shown(self.path)} was removed or replaced before it was copied") from None
+            raise Unreadable(f"{shown(self.path)} cannot be read: {error.strerror}") from None
+        with file:
+            if Facts.of(os.fstat(file.fileno())) != self.facts:
+                raise Changed(f"{shown(self.path)} changed before it was copied")
+            yield file
+
+    def _read(self, file: BinaryIO, most: int) -> bytes:
+        if self.stopped():
+            raise Stopped
+        try:
+            return file.read(most)
+        except OSError as error:
+            raise Unreadable(f"{shown(self.path)} cannot be read: {error.strerror}") from None

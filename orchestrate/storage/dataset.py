@@ -1,0 +1,120 @@
+"""Data of a job in an object store: fetched into a cache before the job starts, and again only what has changed.
+
+Names in a store are untrusted: nothing is written outside of the cache.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import threading
+from collections.abc import Callable, Collection
+from pathlib import Path, PurePosixPath
+
+from orchestrate.errors import StorageError, StorageLost
+from orchestrate.files import private
+from orchestrate.files.folder import content, write_whole
+from orchestrate.job.folders import cached_data
+from orchestrate.storage.fetch import Progress, never, retry
+from orchestrate.storage.parallel import each
+from orchestrate.storage.store import Store, Version
+
+FILES = "files"  # the folder that nodes see
+INDEX = "index.json"  # version of each file
+PART = "fetching-"  # start of the names of files that are being fetched
+
+
+def fetch(
+    store: Store, progress: Progress, lost: Callable[[StorageLost], None] = lambda error: None
+) -> tuple[int, int]:
+    """Make the cache of a store's URL equal to the store; return the number of files and bytes that were fetched.
+
+    `progress` is called with these numbers so far, and `lost` with each error after which a file is tried again, both
+    from several threads. Raises StorageError.
+    """
+    folder = cached_data(store.url).parent
+    try:
+        private.make(folder)
+        with open(folder / "lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # another run may be fetching it
+            return _update(store, folder, progress, lost)
+    except OSError as error:
+        raise StorageError(f"cannot fetch {store.url} into {folder}: {error.strerror}", "set XDG_CACHE_HOME") from None
+
+
+def _update(store: Store, folder: Path, progress: Progress, lost: Callable[[StorageLost], None]) -> tuple[int, int]:
+    wanted = {version.key: version for version in store.versions() if not version.key.endswith("/")}
+    if not wanted:
+        raise StorageError(f"{store.url} has no objects", "check the URL")
+    for key in wanted:
+        if not key.isprintable() or not {"", ".", ".."}.isdisjoint(key.split("/")):
+            raise StorageError(f"{store.url} has the object {ascii(key[:100])}, which is not a path", "rename it")
+        if within := next((str(above) for above in PurePosixPath(key).parents if str(above) in wanted), ""):
+            raise StorageError(f"{store.url} has objects {ascii(within)} and {ascii(key)}", "rename one of them")
+    top = folder / FILES
+    _make(top)
+    _remove_others(folder, wanted)
+    have, counts, counting = _index(folder), [0, 0], threading.Lock()
+
+    def take(version: Version) -> None:
+        retry(lambda: _fetch(store, version.key, top), never, lost)
+        with counting:
+            have[version.key] = version.tag
+            counts[:] = counts[0] + 1, counts[1] + version.size
+            progress(*counts)
+
+    changed = [version for key, version in wanted.items() if have.get(key) != version.tag]
+    try:
+        each(take, changed, never)
+    finally:
+        with counting:
+            write_whole(str(folder / INDEX), json.dumps(have))
+    return counts[0], counts[1]
+
+
+def _index(folder: Path) -> dict[str, str]:
+    with contextlib.suppress(OSError, ValueError):
+        found = json.loads(content(folder / INDEX))
+        return {key: tag for key, tag in found.items() if (folder / FILES / key).is_file()}
+    return {}
+
+
+def _remove_others(folder: Path, wanted: Collection[str]) -> None:
+    """Remove files that are not in the store anymore, folders without files, and parts of an interrupted run."""
+    for part in folder.glob(f"{PART}*"):
+        part.unlink()
+    top = folder / FILES
+    for path, _, names in os.walk(top, topdown=False):
+        below = path.removeprefix(str(top)).lstrip("/")
+        for name in names:
+            if os.path.join(below, name) not in wanted:
+                os.unlink(os.path.join(path, name))
+        if below:
+            with contextlib.suppress(OSError):  # not empty
+                os.rmdir(path)
+
+
+def _make(folder: Path) -> None:
+    """Create a folder and missing parents that nodes of another user can enter, whatever the umask."""
+    if not folder.is_dir():
+        _make(folder.parent)
+        with contextlib.suppress(FileExistsError):  # by another thread
+            folder.mkdir()
+        folder.chmod(0o755)
+
+
+def _fetch(store: Store, key: str, top: Path) -> None:
+    """Fetch one file; a job that reads an earlier version keeps that."""
+    target = top / key
+    _make(target.parent)
+    fresh = top.parent / f"{PART}{threading.get_ident()}"
+    try:
+        with open(fresh, "wb") as file:
+            for piece in store.read(key):
+                file.write(piece)
+        fresh.chmod(0o644)
+        fresh.replace(target)
+    finally:
+        fresh.unlink(missing_ok=True)

@@ -1,0 +1,55 @@
+"""Copying all files of a job to an object store once it has ended, under their own names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from orchestrate.errors import StorageError, StorageLost
+from orchestrate.files.folder import Folder
+from orchestrate.node.checks import shown
+from orchestrate.node.ranks import FENCE
+from orchestrate.storage.content import Content
+from orchestrate.storage.parallel import each
+from orchestrate.storage.scan import Facts, scan
+from orchestrate.storage.store import PART, Store
+
+MAX_FAILURES = 10  # files that the store refuses until the others are not tried
+
+
+def upload(store: Store, folder: Folder, prefix: str, done: set[str], stopped: Callable[[], bool]) -> dict[str, str]:
+    """Copy the files of a folder, which nothing writes anymore, to keys `prefix/PATH`; return what is skipped, and why.
+
+    Adds the paths that are copied to `done`, and leaves out those that are in it, so that a call can continue another.
+    Raises StorageError once the other files are copied, OSError, and Stopped soon after `stopped()`.
+    """
+    found = scan(folder, "")
+    found.files.pop(FENCE, None)
+    for path in [path for path in found.files if not path.isprintable()]:  # no key of a store may contain it
+        del found.files[path]
+        found.skipped[shown(path)] = "its name has characters that cannot be printed"
+    refused: list[StorageError] = []
+
+    def take(path: str) -> None:
+        content = Content(folder, path, found.files[path], stopped)
+        try:
+            _put(store, f"{prefix}/{path}", content.facts, content.all())
+        except StorageLost:
+            raise
+        except StorageError as error:
+            refused.append(error)
+            if len(refused) > MAX_FAILURES:
+                raise
+        else:
+            done.add(path)
+
+    each(take, [path for path in sorted(found.files) if path not in done], stopped)
+    if refused:
+        raise refused[0]
+    return found.skipped
+
+
+def _put(store: Store, key: str, facts: Facts, pieces: Iterator[bytes]) -> None:
+    if facts.size <= PART:
+        store.put(key, b"".join(pieces))
+    else:
+        store.put_stream(key, facts.size, pieces)

@@ -1,0 +1,45 @@
+"""Work on several files at the same time, in threads that do not keep the process from exiting."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+AT_ONCE = 4  # files; hides the latency of a request per small file, while large ones share the bandwidth
+
+
+class Stopped(Exception):
+    """The caller asked to stop."""
+
+
+def each(work: Callable[[T], None], items: Iterable[T], stopped: Callable[[], bool]) -> None:
+    """Call `work` for all items; raises Stopped once `stopped()`, or the first exception of `work`."""
+    pending, taking, failures = iter(items), threading.Lock(), list[Exception]()
+
+    def run() -> None:
+        while not failures:
+            with taking:
+                item = next(pending, pending)
+            if item is pending:
+                return
+            try:
+                if stopped():
+                    raise Stopped
+                work(item)  # type: ignore[arg-type]
+            except Exception as error:
+                failures.append(error)
+
+    threads = [threading.Thread(target=run, daemon=True) for _ in range(AT_ONCE)]
+    for thread in threads:
+        thread.start()
+    try:
+        for thread in threads:
+            thread.join()
+    except BaseException:  # Ctrl-C
+        failures.append(Stopped())
+        raise
+    if failures:
+        raise failures[0]

@@ -1,0 +1,87 @@
+"""The files of a folder that nodes write, as they are at one moment."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from dataclasses import dataclass, field
+
+from orchestrate.errors import StorageError
+from orchestrate.files.folder import MAX_DEPTH, Folder
+from orchestrate.node.checks import shown
+from orchestrate.node.trees import hidden
+
+MAX_FILES = 100_000  # entries of a tree: its manifest is then about 40 MB
+MAX_PATH = 4000  # bytes of a path, so that it can be fetched into another folder: Linux opens up to 4,095
+MAX_SIZE = 5 << 40  # bytes of a file; S3 stores no larger ones
+GONE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EINVAL)  # removed, or replaced by a link or a special file
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What changes when a file changes: size in bytes, modification time in nanoseconds, inode, time of change."""
+
+    size: int
+    mtime_ns: int
+    inode: int
+    ctime_ns: int
+
+    @classmethod
+    def of(cls, status: os.stat_result) -> Facts:
+        """The facts of a file's status."""
+        return cls(status.st_size, status.st_mtime_ns, status.st_ino, status.st_ctime_ns)
+
+
+@dataclass
+class Scan:
+    """The regular files of a tree by path, and why others are skipped; temporary (hidden) files are left out."""
+
+    files: dict[str, Facts] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
+
+
+def scan(folder: Folder, below: str) -> Scan:
+    """Scan a folder below; empty if it does not exist. Follows no links; paths are relative to `below`.
+
+    Raises OSError for a folder that cannot be read, StorageError for too many files: a part must not look complete.
+    """
+    found, pending, left = Scan(), [""], MAX_FILES
+    while pending:
+        here = pending.pop()
+        try:
+            with folder.opened(f"{below}/{here}") as descriptor, os.scandir(descriptor) as entries:
+                for entry in entries:
+                    left -= 1
+                    if left < 0:
+                        raise StorageError(f"{below} has more than {MAX_FILES:,} files, which are too many to copy")
+                    if not hidden(entry.name):
+                        _take(entry, here + entry.name, found, pending)
+        except OSError as error:
+            if error.errno not in GONE:
+                raise OSError(error.errno, error.strerror, f"{below}/{here}") from error
+    return found
+
+
+def _take(entry: os.DirEntry[str], path: str, found: Scan, pending: list[str]) -> None:
+    try:
+        length = len(path.encode())
+        status = entry.stat(follow_symlinks=False)
+    except UnicodeEncodeError:
+        found.skipped[shown(path)] = "its name is not UTF-8"
+        return
+    except FileNotFoundError:
+        return
+    if stat.S_ISDIR(status.st_mode):
+        if path.count("/") + 1 >= MAX_DEPTH:
+            found.skipped[shown(path)] = f"more than {MAX_DEPTH} nested folders"
+        else:
+            pending.append(f"{path}/")
+    elif not stat.S_ISREG(status.st_mode):
+        found.skipped[shown(path)] = "not a regular file"
+    elif length > MAX_PATH:
+        found.skipped[shown(path)] = f"its path is longer than {MAX_PATH:,} bytes"
+    elif status.st_size > MAX_SIZE:
+        found.skipped[shown(path)] = "larger than 5 TiB"
+    else:
+        found.files[path] = Facts.of(status)

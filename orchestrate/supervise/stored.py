@@ -1,0 +1,131 @@
+"""The object stores of a job: checkpoints are fetched before it starts and copied while it runs, output at its end."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from orchestrate.console import during, phase
+from orchestrate.errors import OrchestrateError, StorageError
+from orchestrate.files.paths import CHECKPOINTS, JobPaths
+from orchestrate.job import events
+from orchestrate.job.recorder import Recorder
+from orchestrate.job.report import Copied
+from orchestrate.job.spec import JobSpec
+from orchestrate.storage.content import Changed, Unreadable
+from orchestrate.storage.fetch import restore
+from orchestrate.storage.mirror import Mirror, State
+from orchestrate.storage.output import upload
+from orchestrate.storage.parallel import Stopped
+from orchestrate.storage.store import open_store
+from orchestrate.supervise.stores import Stores
+
+NO_PROGRESS = 120.0  # seconds without progress at the end of a job until copying is given up
+RETRY_INTERVAL = 2.0  # seconds until a failed copy of output is tried again
+POLL_INTERVAL = 0.05  # seconds
+RECORD = "orchestrate"  # folder in the output with report.json, events.jsonl, job.yaml and plan.json
+
+
+@dataclass
+class Stored(Stores):
+    """One or two object stores."""
+
+    spec: JobSpec
+    paths: JobPaths
+    stops: Callable[[], int]  # number of stop requests so far
+    emit: Recorder
+    mirror: Mirror | None = None
+    warned: set[str] = field(default_factory=set)
+
+    def begin(self) -> None:
+        """Fetch the newest checkpoints if no worker has ever started, and begin to copy; raises OrchestrateError.
+
+        Waits while the store does not respond, for two minutes. Files that exist before any worker has started were
+        fetched by an earlier supervisor, which did not get any further.
+        """
+        if not self.spec.checkpoints:
+            return
+        store, folder = open_store(self.spec.checkpoints), self.paths.folder
+        started = any(isinstance(event, events.GenerationStarting) for event in self.emit.events)
+        if not started and not folder.entries(CHECKPOINTS):
+            with during(f"fetching checkpoints from {store.url}"), contextlib.suppress(Stopped):
+                found = restore(store, folder, CHECKPOINTS, lambda: self.stops() > 0, warn=self._warn)
+                if found:
+                    self.emit(events.CheckpointsFetched(store.url, len(found.files), found.size, found.job))
+        self.mirror = Mirror(store, folder, CHECKPOINTS, self.paths.root.name)
+        self.mirror.start()
+
+    def check(self) -> None:
+        """Warn once about each problem."""
+        if self.mirror and (error := self.mirror.state.error):
+            self._warn(f"checkpoints are not copied: {error}")
+
+    def end(self, quiet: bool) -> list[Copied]:
+        """Copy the rest if nothing writes to the job folder anymore (`quiet`); return the state of each copy.
+
+        Gives up after a stop request, or after two minutes without progress.
+        """
+        if not quiet:
+            if self.mirror:
+                self.mirror.close(0)
+            stores = {"checkpoints": self.spec.checkpoints, "output": self.spec.output}
+            return [Copied(what, url, 0, "nodes may still write", "", []) for what, url in stores.items() if url]
+        found = [self._end_mirror(self.mirror)] if self.mirror else []
+        return found + ([self._copy_output()] if self.spec.output else [])
+
+    def publish(self) -> None:
+        """Copy the report and the other files of the run directory next to the output; raises OrchestrateError."""
+        if self.spec.output:
+            store, paths, hide = open_store(self.spec.output), self.paths, self.spec.mask()
+            for path in filter(Path.exists, (paths.report, paths.page, paths.events, paths.spec, paths.plan)):
+                text = hide(path.read_bytes().decode(errors="surrogateescape"))  # job.yaml has the command as it is
+                store.put(f"{paths.root.name}/{RECORD}/{path.name}", text.encode(errors="surrogateescape"))
+
+    def _warn(self, text: str) -> None:
+        if text not in self.warned:
+            self.warned.add(text)
+            self.emit(events.WarningIssued(text))
+
+    def _end_mirror(self, mirror: Mirror) -> Copied:
+        before, stops, moved = State(), self.stops(), time.monotonic()
+        mirror.finish()
+        while not mirror.finished and self.stops() == stops and time.monotonic() - moved < NO_PROGRESS:
+            state = mirror.state
+            if (state.bytes, state.pending_files) != (before.bytes, before.pending_files):
+                before, moved = state, time.monotonic()
+            phase(f"copying checkpoints to {mirror.store.url}: {state.pending_bytes >> 20} MiB left")
+            time.sleep(POLL_INTERVAL)
+        phase("")
+        state = mirror.close(0)
+        error, hint = "" if state.complete else state.error, state.hint
+        if state.complete and state.committed is None:  # for example, Lightning saves to lightning_logs/ by default
+            error, hint = "the script has saved none", "let the script save its checkpoints to $JOB_DIR/checkpoints"
+        return Copied("checkpoints", mirror.store.url, state.files, error, hint, [*state.skipped])
+
+    def _copy_output(self) -> Copied:
+        try:
+            store = open_store(self.spec.output)
+        except OrchestrateError as failure:
+            return Copied("output", self.spec.output, 0, str(failure), failure.hint, [])
+        name, stops, moved = self.paths.root.name, self.stops(), time.monotonic()
+        done: set[str] = set()
+        skipped: dict[str, str] = {}
+        error = StorageError("copying was stopped")
+        with during(f"copying output to {store.url}/{name}"):
+            while self.stops() == stops and time.monotonic() - moved < NO_PROGRESS:
+                count = len(done)
+                try:
+                    skipped = upload(store, self.paths.folder, name, done, lambda: self.stops() > stops)
+                    error = StorageError("")
+                    break
+                except Stopped:
+                    break
+                except (StorageError, OSError, Changed, Unreadable) as failure:
+                    error = failure if isinstance(failure, StorageError) else StorageError(str(failure))
+                moved = time.monotonic() if len(done) > count else moved
+                time.sleep(RETRY_INTERVAL)
+        notes = [f"{path}: {why}" for path, why in skipped.items()]
+        return Copied("output", f"{store.url}/{name}", len(done), str(error), error.hint, notes)

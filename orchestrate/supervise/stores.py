@@ -1,0 +1,85 @@
+"""The object stores of a job; most jobs have none."""
+
+from __future__ import annotations
+
+from orchestrate.console import during, phase, print_message
+from orchestrate.errors import StorageLost
+from orchestrate.job.folders import is_url
+from orchestrate.job.limits import format_bytes
+from orchestrate.job.plan import pluralize
+from orchestrate.job.report import Copied
+from orchestrate.job.spec import JobSpec
+
+
+def check(spec: JobSpec) -> None:
+    """Check the URLs of a job's object stores; sends no request.
+
+    Raises UsageError, StorageError, and ResourceError if their library is missing.
+    """
+    if urls := list(filter(None, (spec.checkpoints, spec.output, *_data(spec)))):
+        from orchestrate.storage.store import open_store  # only here: it takes time to import
+
+        for url in urls:
+            open_store(url)
+
+
+def prepare(spec: JobSpec) -> None:
+    """Check the stores of a job, which must answer, and fetch its data into a cache; raises like `check`."""
+    check(spec)
+    for url in filter(None, (spec.checkpoints, spec.output)):
+        _reach(url)
+    for url in _data(spec):
+        _fetch(url)
+
+
+def _data(spec: JobSpec) -> list[str]:
+    return [url for url in spec.data.values() if is_url(url)]
+
+
+def _reach(url: str) -> None:
+    from orchestrate.storage.store import open_store
+
+    with during(f"connecting to {url}"):
+        open_store(url).reach()
+
+
+def _fetch(url: str) -> None:
+    from orchestrate.storage.dataset import fetch
+    from orchestrate.storage.store import open_store
+
+    text = f"fetching {url}"
+    warned: list[StorageLost] = []
+
+    def lost(error: StorageLost) -> None:
+        if not warned:
+            warned.append(error)
+            print_message(f"{error}; trying again for two minutes")
+
+    def progress(files: int, size: int) -> None:
+        phase(f"{text}: {pluralize(files, 'file')}, {_amount(size)}")
+
+    with during(text):
+        files, size = fetch(open_store(url), progress, lost)
+    what = f"fetched {pluralize(files, 'file')} ({_amount(size)}) of {url}"
+    print_message(what if files else f"{url} has not changed")
+
+
+def _amount(size: int) -> str:
+    return format_bytes(size) if size >= 1 << 20 else pluralize(size, "byte")
+
+
+class Stores:
+    """No object stores."""
+
+    def begin(self) -> None:
+        """Fetch checkpoints before the first worker starts, and begin to copy new ones; raises StorageError."""
+
+    def check(self) -> None:
+        """Warn once about each problem."""
+
+    def end(self, quiet: bool) -> list[Copied]:
+        """Copy the rest if nothing writes to the job folder anymore (`quiet`); return the state of each copy."""
+        return []
+
+    def publish(self) -> None:
+        """Copy the report and the other files of the run directory next to the output; raises OrchestrateError."""

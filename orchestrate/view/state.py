@@ -1,0 +1,143 @@
+"""The state of a job as it is shown: folded from its events, output, metrics and activity. No input or output."""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from orchestrate.job import events, report
+from orchestrate.job.events import Event
+from orchestrate.job.metrics import MAX_NUMBER
+from orchestrate.job.outcomes import Activity
+from orchestrate.job.plan import Plan
+from orchestrate.view.progress import Progress, parse
+
+PACES = 30  # steps whose duration is kept for each rank
+EVENTS = 4  # that are shown
+SHOWN_METRICS = 3
+NAME = re.compile(r"[A-Za-z][\w ./-]{0,40}", re.ASCII)  # of a metric that is shown
+IDLE = 5.0  # seconds after which an idle worker is shown as such
+BUSY = 0.05  # cores; a worker that uses less is idle
+
+
+@dataclass
+class Rank:
+    """A worker."""
+
+    number: int
+    node: str
+    state: str = "waiting"  # waiting, running, stopping, succeeded, failed
+    heard: float = 0.0  # when it last wrote something or computed; all times are monotonic, in seconds
+    cores: float = 0.0  # CPU seconds per second
+    cpu: float = 0.0  # CPU seconds until `measured`
+    measured: float = 0.0
+    memory: int = 0  # bytes
+    progress: Progress = field(default_factory=Progress)
+    paces: deque[float] = field(default_factory=lambda: deque(maxlen=PACES))  # seconds per step
+    stepped: tuple[int, float] = (0, 0.0)  # its last step, and when it was reached
+
+    def idle(self, now: float) -> float:
+        """Seconds since it last did something, if it is running."""
+        return max(0.0, now - self.heard) if self.state == "running" and self.heard else 0.0
+
+    def line(self, text: str, now: float) -> None:
+        """Take a line or a bar that it has written."""
+        self.heard = now
+        if found := parse(text):
+            self.take(found, now)
+
+    def take(self, found: Progress, now: float) -> None:
+        """Take progress from a line or from metrics; what it does not say stays as it is."""
+        old = self.progress
+        if found.step is not None and found.step != self.stepped[0]:
+            steps, seconds = found.step - self.stepped[0], now - self.stepped[1]
+            if steps > 0 and self.stepped[1]:
+                self.paces.append(seconds / steps)
+            self.stepped = found.step, now
+        self.progress = Progress(
+            step=old.step if found.step is None else found.step,
+            total=old.total if found.step is None else found.total,
+            seconds_left=old.seconds_left if found.step is None else found.seconds_left,
+            step_seconds=found.step_seconds or old.step_seconds,
+            metrics={**old.metrics, **found.metrics},
+        )
+
+
+class View:
+    """A job and its workers."""
+
+    def __init__(self, plan: Plan, now: float) -> None:
+        """`now` is monotonic, in seconds, as in all methods."""
+        self.job_id, self.began = plan.job_id, now
+        self.phase, self.phase_began = "", now
+        self.generation = 0
+        self.events: deque[tuple[float, str]] = deque(maxlen=EVENTS)  # seconds of the job, and what happened
+        self.ranks: dict[int, Rank] = {}
+        self.planned(plan)
+
+    def planned(self, plan: Plan) -> None:
+        """Take the plan of a generation."""
+        self.generation = plan.generation
+        self.ranks = {worker.rank: Rank(worker.rank, worker.node) for worker in plan.workers}
+
+    def enter(self, phase: str, now: float) -> None:
+        """Begin a phase; an empty text ends it."""
+        if phase != self.phase:
+            self.phase, self.phase_began = phase, now
+
+    def event(self, event: Event, now: float) -> None:
+        """Take an event."""
+        if text := report.line(event):
+            self.events.append((event.seconds, text.partition("\n")[0]))
+        match event:
+            case events.WorkersStarted():
+                for rank in self.ranks.values():
+                    rank.state, rank.heard = "running", now
+            case events.WorkersStopping():
+                for rank in self.ranks.values():
+                    rank.state = "stopping" if rank.state == "running" else rank.state
+            case events.WorkerEnded() if event.rank in self.ranks:
+                self.ranks[event.rank].state = "failed" if event.exit_code else "succeeded"
+
+    def activity(self, found: Mapping[int, Activity], now: float) -> None:
+        """Take what the workers are doing."""
+        for number, doing in found.items():
+            rank = self.ranks.get(number)
+            if rank is None:
+                continue
+            rank.memory = doing.memory
+            if rank.measured and now > rank.measured:
+                rank.cores = max(0.0, (doing.cpu - rank.cpu) / (now - rank.measured))
+                if rank.cores > BUSY:
+                    rank.heard = now
+            rank.cpu, rank.measured = doing.cpu, now
+
+    def measure(self, values: Mapping[str, Any], now: float) -> None:
+        """Take a line of metrics.jsonl."""
+        numbers = {
+            name: float(value)
+            for name, value in values.items()
+            if type(value) in (int, float) and abs(value) < MAX_NUMBER and NAME.fullmatch(name)
+        }
+        step, total = (int(numbers.pop(name)) if name in numbers else None for name in ("step", "total_steps"))
+        if 0 in self.ranks and (step is not None or numbers):
+            self.ranks[0].take(Progress(step=step, total=total or self.ranks[0].progress.total, metrics=numbers), now)
+
+    @property
+    def lead(self) -> Rank:
+        """The worker whose progress is shown as the job's: the first that reports a step, preferably a running one."""
+        stepping = [rank for rank in self.ranks.values() if rank.progress.step is not None]
+        return next((rank for rank in stepping if rank.state == "running"), (stepping or [self.ranks[0]])[0])
+
+
+def worst_first(ranks: Mapping[int, Rank], now: float) -> list[Rank]:
+    """Sort workers by how much they need attention: failed ones, idle ones, those behind, and then by number."""
+
+    def key(rank: Rank) -> tuple[bool, bool, int, int]:
+        step = rank.progress.step
+        return rank.state != "failed", rank.idle(now) < IDLE, step if step is not None else 1 << 62, rank.number
+
+    return sorted(ranks.values(), key=key)

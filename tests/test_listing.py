@@ -1,0 +1,148 @@
+"""Jobs that have ended, in `ps --all` and `prune`; events in `events`; plans and lists as JSON."""
+
+import json
+import os
+import re
+import time
+from pathlib import Path
+
+import pytest
+from support.commanded import create, supervised
+from support.scripted import ALL_WELL
+
+from orchestrate.cli import listing
+from orchestrate.files import private, records
+from orchestrate.files.paths import JobPaths
+
+DAY = 86400
+
+
+def end(paths: JobPaths, age: float = 0.0, **facts: object) -> JobPaths:
+    """Write the report of a job that ended `age` seconds ago."""
+    data: dict[str, object] = {"outcome": "failed", "reason": "x", "root_cause": None, "failures": [], "pace": []}
+    data |= {"left_behind": "", "generations": 1, "job_id": paths.root.name, "world_size": 3, "duration_s": 90.0}
+    records.write(paths.report, json.dumps({**data, "engine": "docker", "final_metrics": {}, **facts}))
+    for path in (paths.report, paths.spec):
+        os.utime(path, (time.time() - age,) * 2)
+    return paths
+
+
+@pytest.fixture
+def jobs(do, tmp_path) -> Path:
+    """Three jobs that have ended and one that is running."""
+    for name in ("old-1", "new-1", "dirty-1", "running-1"):
+        create(JobPaths(tmp_path / name))
+    end(JobPaths(tmp_path / "old-1"), 40 * DAY, outcome="succeeded", final_metrics={"step": 9, "loss": 0.12345})
+    end(JobPaths(tmp_path / "new-1"), 7200)
+    end(JobPaths(tmp_path / "dirty-1"), 40 * DAY, left_behind="container x")
+    return tmp_path
+
+
+def test_ps_must_list_jobs_that_have_ended_on_request(do, jobs):
+    with supervised(jobs / "running-1"):
+        code, lines, _ = do("ps", "--all")
+        assert [line.split()[0] for line in do("ps")[1]] == ["NAME", "running-1"]
+    assert code == 0 and lines[0].split() == [
+        "NAME",
+        "ENGINE",
+        "NODES",
+        "STATE",
+        "STARTED",
+        "DURATION",
+        "METRICS",
+        "RUN",
+    ]
+    rows = {line.split()[0]: re.split("  +", line) for line in lines[1:]}
+    assert [*rows] == ["running-1", "new-1", "dirty-1", "old-1"]
+    assert rows["new-1"] == ["new-1", "docker", "0", "failed", "2 h ago", "90 s", str(jobs / "new-1")]
+    old = ["old-1", "docker", "0", "succeeded", "40 d ago", "90 s", "step 9, loss 0.1235", str(jobs / "old-1")]
+    assert rows["old-1"] == old
+
+
+def test_ps_must_print_json(do, jobs):
+    found = {job["name"]: job for job in json.loads("\n".join(do("ps", "-a", "--json")[1]))}
+    assert found["old-1"]["metrics"] == {"step": 9, "loss": 0.12345} and found["old-1"]["state"] == "succeeded"
+    assert found["new-1"]["duration_s"] == 90.0 and found["new-1"]["run_directory"] == str(jobs / "new-1")
+    assert json.loads("\n".join(do("ps", "--json")[1])) == []
+
+
+def test_prune_must_remove_only_jobs_that_ended_before_and_left_nothing(do, jobs):
+    foreign = jobs / "cloned-1"
+    foreign.mkdir()
+    for name in ("plan.json", "job.yaml", "report.json"):
+        (foreign / name).write_bytes((jobs / "old-1" / name).read_bytes())
+    with supervised(jobs / "running-1"):
+        assert do("prune", "--dry-run")[:2] == (0, [str(jobs / "old-1")])
+        assert (jobs / "old-1").exists()
+        code, lines, messages = do("prune")
+        assert (code, lines) == (0, [str(jobs / "old-1")]) and re.fullmatch("1 folder removed: .* KiB", messages[0])
+        assert not (jobs / "old-1").exists() and not records.find(jobs / "old-1")
+        assert do("prune", "--older-than", "1h")[1] == [str(jobs / "new-1")]
+    assert {path.name for path in jobs.iterdir() if path.is_dir()} >= {"dirty-1", "running-1", "cloned-1"}
+
+
+def test_prune_must_remove_caches_only_on_request(do, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for kind in ("data", "sources"):
+        (private.cache(kind) / "x").mkdir(parents=True)
+    assert do("prune")[1] == []
+    assert do("prune", "--caches")[1] == [str(private.cache("data")), str(private.cache("sources"))]
+    assert not private.cache("data").exists()
+
+
+def test_events_must_be_printed_with_their_time_and_what_they_are_about(do):
+    do.engine.generations = [[ALL_WELL]]
+    assert do("run", "--trainers", "2", "--", "-m", "app.train")[0] == 0
+    code, lines, _ = do("events")
+    assert code == 0 and all(re.match(r"\d\d:\d\d:\d\d +\d+\.\d{3} s  [a-z_]+", line) for line in lines)
+    about = {line.split()[3]: " ".join(line.split()[4:]) for line in lines}
+    assert about["nodes_starting"] == "nodes 3, engine docker"
+    assert about["worker_ended"].startswith("rank 2, node trainer-2, exit code 0")
+    assert about["job_ended"] == "outcome succeeded, reason finished"
+    assert do("events", "--follow")[1] == lines
+
+
+def test_damaged_events_must_be_refused(do):
+    do.engine.generations = [[ALL_WELL]]
+    do("run", "--trainers", "2", "--", "-m", "app.train")
+    (path,) = do.runs.glob("*/events.jsonl")
+    path.write_text(path.read_text().replace("finished", "perished"))
+    code, _, messages = do("events")
+    assert code == 2 and "events.jsonl is damaged" in messages[0]
+
+
+def test_a_plan_must_be_printed_as_json(do):
+    plan = json.loads("\n".join(do("plan", "--json", "--trainers", "2", "--", "-m", "app.train")[1]))
+    assert [worker["rank"] for worker in plan["workers"]] == [0, 1, 2] and plan["command"] == ["-m", "app.train"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0 s"), (119, "119 s"), (120, "2 min"), (7200, "2 h"), (40 * DAY, "40 d")]
+)
+def test_durations_must_have_one_unit(seconds, text):
+    assert listing.duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("options", "lines"),
+    [
+        (["--tail", "1"], ["master 0    | last", "trainer-1 1 | end"]),
+        (["--ranks", "1"], ["trainer-1 1 | loss 2", "trainer-1 1 | end"]),
+        (["--ranks", "0-1", "--grep", "loss [12]"], ["master 0    | loss 1", "trainer-1 1 | loss 2"]),
+        (["--rank", "0", "--grep", "^l", "--tail", "2"], ["loss 1", "last"]),
+        (["--tail", "0"], []),
+    ],
+)
+def test_logs_must_print_what_is_selected(do, paths, options, lines):
+    paths.log(0).write_text("first\nloss 1\nlast\n")
+    paths.log(1).write_text("loss 2\nend\n")
+    end(paths)
+    assert do("logs", "a-1", *options)[:2] == (0, lines)
+
+
+@pytest.mark.parametrize(
+    "options", [["--ranks", "x"], ["--ranks", "2-1"], ["--ranks", "9"], ["--grep", "("], ["--tail", "-1"]]
+)
+def test_a_selection_that_makes_no_sense_must_be_refused(do, paths, options):
+    code, _, messages = do("logs", "a-1", *options)
+    assert code == 2 and messages[0].startswith("error: ")

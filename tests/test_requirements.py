@@ -1,0 +1,88 @@
+"""Requirements of a job: what is read from a requirements file, and what is refused."""
+
+import pytest
+
+from orchestrate.errors import UsageError
+from orchestrate.job import layers, requirements
+
+
+def test_a_file_must_be_read_with_the_files_that_it_includes(tmp_path):
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more" / "test.txt").write_text("-r own.txt\npytest")
+    (tmp_path / "more" / "own.txt").write_text("hypothesis")
+    (tmp_path / "requirements.txt").write_text(
+        "# for training\n\nlightning>=2.4,<3  # the trainer\n--requirement=more/test.txt\n"
+        "torch==2.8.0 \\\n    --hash=sha256:abc \\\n    --hash=sha256:def\n"
+        "--extra-index-url https://me:${TOKEN}@example.org/simple#fragment\r\ngit+https://example.org/a/b@main\n"
+    )
+    assert requirements.read(tmp_path / "requirements.txt") == [
+        *("lightning>=2.4,<3", "hypothesis", "pytest"),
+        "torch==2.8.0      --hash=sha256:abc      --hash=sha256:def",
+        *("--extra-index-url https://me:${TOKEN}@example.org/simple#fragment", "git+https://example.org/a/b@main"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("numpy\n\n-e .", "r.txt:3: -e installs from a local folder"),
+        ("./wheels/a.whl", "r.txt:1: ./wheels/a.whl installs from a local folder"),
+        ("dist/a-1-py3-none-any.whl", "r.txt:1: dist/a-1-py3-none-any.whl installs from a local folder"),
+        ("a @ file:///home/me/a", "r.txt:1: a installs from a local folder"),
+        ("..", "r.txt:1: .. installs from a local folder"),
+        ("~/a", "r.txt:1: ~/a installs from a local folder"),
+        ("--find-links wheels", "r.txt:1: --find-links wheels names a local folder, which nodes do not have"),
+        ("-c constraints.txt", "r.txt:1: -c is not supported"),
+        ("numpy\n--index-url https://me:hunter22@example.org/simple", "r.txt:2: a URL contains a password"),
+        ("https://ghp_0123456789abcdefghij@example.org/a.zip", "r.txt:1: a URL contains a password"),
+        ("-r r.txt", "r.txt:1: r.txt is not read: more than 8 files include one another"),
+        ("-r none.txt", "none.txt: No such file or directory"),
+        ("a\n" * 10_001, "r.txt:10001: more than 10000 lines"),
+    ],
+)
+def test_a_line_that_cannot_be_installed_must_be_named(tmp_path, text, error):
+    (tmp_path / "r.txt").write_text(text)
+    with pytest.raises(UsageError) as failure:
+        requirements.read(tmp_path / "r.txt")
+    assert error in str(failure.value)
+    assert "hunter22" not in str(failure.value) and "ghp_" not in str(failure.value)
+
+
+@pytest.mark.parametrize("include", ["../credentials", "{outside}", "link/credentials"])
+def test_a_file_must_not_include_files_outside_of_its_folder(tmp_path, include):
+    (tmp_path / "credentials").write_text("key = 123")
+    (tmp_path / "project").mkdir()
+    (tmp_path / "project" / "link").symlink_to("..")
+    (tmp_path / "project" / "r.txt").write_text(f"-r {include.format(outside=tmp_path / 'credentials')}")
+    with pytest.raises(UsageError, match=r"r.txt:1: .*credentials is not read: it is outside of"):
+        requirements.read(tmp_path / "project" / "r.txt")
+
+
+def test_a_file_may_include_those_of_the_current_folder(tmp_path, monkeypatch):
+    (tmp_path / "base.txt").write_text("numpy")
+    (tmp_path / "requirements").mkdir()
+    (tmp_path / "requirements" / "dev.txt").write_text("-r ../base.txt\npytest")
+    monkeypatch.chdir(tmp_path)
+    assert requirements.read(tmp_path / "requirements" / "dev.txt") == ["numpy", "pytest"]
+
+
+@pytest.mark.parametrize("value", ["lightning", ["lightning"], ["", " lightning "]])
+def test_a_job_file_must_take_one_package_or_a_list(value):
+    assert layers.resolve({"pip": value}).pip == ["lightning"]
+
+
+@pytest.mark.parametrize("value", [["./a"], [1], {"a": 1}, ["a\nb"], ["https://me:hunter22@example.org/a.zip"]])
+def test_a_job_file_must_not_take_anything_else(value):
+    with pytest.raises(UsageError, match="pip must be a list of packages") as failure:
+        layers.resolve({"pip": value})
+    assert "hunter22" not in str(failure.value)
+
+
+def test_a_variable_that_is_not_set_must_be_named(monkeypatch):
+    monkeypatch.setenv("USER_NAME", "me")
+    monkeypatch.delenv("TOKEN", raising=False)
+    lines = ["-i https://${USER_NAME}:${TOKEN}@example.org", "a${lower}b"]
+    with pytest.raises(UsageError, match=r"need \$\{TOKEN\}, which is not set in this shell"):
+        requirements.variables(lines)
+    monkeypatch.setenv("TOKEN", "x")
+    assert requirements.variables(lines) == ["TOKEN", "USER_NAME"]

@@ -1,0 +1,366 @@
+"""Copies of folders that a hostile job writes, and fetches from a store that others can write to."""
+
+import hashlib
+import json
+import os
+import socket
+from pathlib import Path
+
+import pytest
+from support.object_stores import Trigger, fetched
+
+from orchestrate.errors import StorageError
+from orchestrate.files.folder import MAX_DEPTH
+from orchestrate.node.trees import clear
+from orchestrate.storage import manifest as manifests
+from orchestrate.storage import scan as scans
+from orchestrate.storage.content import Changed, Unreadable
+from orchestrate.storage.fetch import never, restore
+from orchestrate.storage.manifest import Damaged, contents, intact, key_of, manifest_key, newest
+from orchestrate.storage.store import open_store
+
+
+@pytest.fixture
+def store(tmp_path):
+    return open_store(f"file://{tmp_path}/store")
+
+
+@pytest.fixture
+def secret(tmp_path) -> Path:
+    path = tmp_path / "secret"
+    path.mkdir()
+    (path / "key").write_text("the host's")
+    return path
+
+
+def everything(folder: Path) -> bytes:
+    return b"".join(path.read_bytes() for path in folder.rglob("*") if path.is_file())
+
+
+# --- the local folder
+
+
+def test_only_regular_files_must_be_copied_and_others_reported(store, saved, elsewhere, secret, tmp_path, monkeypatch):
+    saved.write("state.pt", b"good")
+    (saved.path / "file").symlink_to(secret / "key")
+    (saved.path / "folder").symlink_to(secret)
+    os.mkfifo(saved.path / "pipe")
+    Path(os.fsdecode(os.fsencode(saved.path) + b"/\xff")).write_bytes(b"odd")
+    monkeypatch.chdir(saved.path)  # an address has 107 bytes
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind("socket")
+        mirror = saved.copy(store)
+    assert fetched(store, elsewhere) == {"state.pt": b"good"}
+    assert sorted(mirror.state.skipped) == [
+        "'\\udcff': its name is not UTF-8",
+        "'file': not a regular file",
+        "'folder': not a regular file",
+        "'pipe': not a regular file",
+        "'socket': not a regular file",
+    ]
+    assert b"the host's" not in everything(tmp_path / "store")
+
+
+def test_a_folder_that_is_a_link_must_not_be_copied(store, saved, secret, tmp_path):
+    saved.path.rmdir()
+    saved.path.symlink_to(secret)
+    saved.copy(store)
+    assert everything(tmp_path / "store") == b""
+
+
+def test_folders_that_are_too_deep_must_be_reported(store, saved):
+    saved.write("a/" * (MAX_DEPTH - 1) + "last", b"1")
+    saved.write("b/" * (MAX_DEPTH + 5) + "x", b"2")
+    mirror = saved.copy(store)
+    assert [why.partition(": ")[2] for why in mirror.state.skipped] == ["more than 32 nested folders"]
+    assert [size for _, size in store.list("files")] == [1]
+
+
+def test_paths_that_are_too_long_must_be_reported(store, saved):
+    here = os.open(saved.path, os.O_RDONLY)
+    for _ in range(21):
+        os.mkdir("x" * 200, dir_fd=here)
+        inner = os.open("x" * 200, os.O_RDONLY, dir_fd=here)
+        os.close(here)
+        here = inner
+    os.close(os.open("file", os.O_CREAT | os.O_WRONLY, dir_fd=here))
+    os.close(here)
+    try:
+        mirror = saved.copy(store)
+    finally:
+        clear(str(saved.path))  # pytest cannot remove such paths
+    assert [why.partition(": ")[2] for why in mirror.state.skipped] == ["its path is longer than 4,000 bytes"]
+    assert newest(store) is None
+
+
+def test_a_manifest_that_could_not_be_read_must_not_be_written(store, saved, monkeypatch):
+    monkeypatch.setattr(manifests, "MAX_MANIFEST", 1000)
+    saved.write("a", b"1")
+    saved.copy(store)
+    for number in range(10):
+        saved.write("long" * 50 + str(number), b"1")
+    with pytest.raises(StorageError, match="checkpoints has too many files with long paths to copy"):
+        saved.copy(store)
+    assert manifests.sequences(store) == {1}
+
+
+@pytest.mark.parametrize("at", [1, 2], ids=["before the first read", "before the upload"])
+@pytest.mark.parametrize("kind", ["link", "pipe", "nothing", "folder"])
+def test_a_file_that_is_replaced_after_the_scan_must_not_be_copied(store, saved, secret, tmp_path, kind, at):
+    path = saved.write("state.pt", os.urandom(6 << 20))
+    replace = {
+        "link": lambda: path.symlink_to(secret / "key"),
+        "pipe": lambda: os.mkfifo(path),
+        "nothing": lambda: None,
+        "folder": path.mkdir,
+    }[kind]
+    mirror = saved.mirror(store)
+    with pytest.raises(Changed, match="'checkpoints/state.pt' "):
+        mirror.sync(Trigger({1: 1, 2: 7}[at], lambda: (path.unlink(), replace())), final=True)
+    assert everything(tmp_path / "store") == b""
+    assert mirror.sync(never, final=True)
+
+
+def test_a_folder_that_is_replaced_by_a_link_after_the_scan_must_not_be_followed(store, saved, secret, tmp_path):
+    path = saved.write("step/key", b"the job's!")
+
+    def replace() -> None:
+        path.parent.rename(saved.path / "moved")
+        path.parent.symlink_to(secret)
+
+    with pytest.raises(Changed):
+        saved.mirror(store).sync(Trigger(1, replace), final=True)
+    assert everything(tmp_path / "store") == b""
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_file_that_cannot_be_read_must_not_be_part_of_a_whole_copy(store, saved, elsewhere, monkeypatch, whole):
+    saved.write("state.pt", b"1")
+    saved.write("locked.pt", b"2")
+    opened = saved.folder.open
+
+    def refuse(folder, path: str):
+        if path.endswith("locked.pt"):
+            raise PermissionError(13, "Permission denied")  # root can read every file
+        return opened(path)
+
+    monkeypatch.setattr("orchestrate.files.folder.Folder.open", refuse)
+    mirror = saved.mirror(store, whole=whole)
+    if whole:
+        with pytest.raises(Unreadable, match="'checkpoints/locked.pt' cannot be read: Permission denied"):
+            mirror.sync(never, final=True)
+    else:
+        assert not mirror.sync(never, final=True)
+        assert mirror.state.skipped == ("'checkpoints/locked.pt' cannot be read: Permission denied",)
+    monkeypatch.undo()
+    assert fetched(store, elsewhere) == ({} if whole else {"state.pt": b"1"})
+
+
+def test_too_many_files_must_be_refused_rather_than_copied_in_part(store, saved, monkeypatch):
+    monkeypatch.setattr(scans, "MAX_FILES", 10)
+    for number in range(11):
+        saved.write(f"{number % 3}/{number}", b"")
+    with pytest.raises(StorageError, match="checkpoints has more than 10 files, which are too many to copy"):
+        saved.copy(store)
+    assert newest(store) is None
+
+
+def test_a_sparse_file_that_no_store_can_hold_must_be_reported(store, saved):
+    path = saved.write("huge", b"")
+    os.truncate(path, (5 << 40) + 1)
+    assert saved.copy(store).state.skipped == ("'huge': larger than 5 TiB",)
+
+
+@pytest.mark.parametrize("name", ["x" * 255, "ü" * 127, "a=sha256-" + "0" * 64, "#1", "\\", "..a", "%2e%2e", " "])
+def test_every_name_must_be_copied(store, saved, elsewhere, name):
+    name = name.replace("..a", "a..")
+    saved.write(f"{name}/{name}", b"1")
+    saved.copy(store)
+    assert fetched(store, elsewhere) == {f"{name}/{name}": b"1"}
+
+
+def test_long_paths_must_be_copied(store, saved, elsewhere):
+    saved.write(f"{'ü' * 127}/" * 12 + "last", b"1")
+    saved.copy(store)
+    assert max(len(key) for key, _ in store.list("files")) < 700
+    assert fetched(store, elsewhere) == saved.files()
+
+
+# --- the store
+
+
+def entry(path: str, data: bytes = b"data", **changes) -> dict:
+    sha256 = hashlib.sha256(data).hexdigest()
+    return {"path": path, "key": key_of(path, sha256), "size": len(data), "mtime_ns": 1, "sha256": sha256} | changes
+
+
+def place(store, *files: dict, number: int = 1, **changes) -> None:
+    """Write a manifest with a correct checksum, as someone with access to the bucket can."""
+    fields = {"version": 1, "sequence": number, "job": "j", "writer": "w", "time": 1.0, "files": [*files]} | changes
+    checksum = hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+    store.put(manifest_key(number), json.dumps({"manifest": fields, "sha256": checksum}).encode())
+
+
+PATHS = ["../x", "/etc/x", "a/../x", "a/./x", "a//x", "a/", "", ".", "..", ".hidden", "a/.b/x", "nul\0", "\udcff"]
+PATHS += ["x" * 256, "a/" * 32 + "x", "é" * 128, ("x" * 200 + "/") * 31 + "x"]
+
+
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: ascii(path[:20]))
+def test_a_manifest_must_not_name_a_path_elsewhere(store, elsewhere, path):
+    place(store, entry(path))
+    with pytest.raises(Damaged, match="path must |path has text that cannot be encoded"):
+        manifests.read(store, 1)
+    with pytest.raises(Damaged, match="no intact copy"):
+        restore(store, elsewhere.folder, "checkpoints")
+    assert [*elsewhere.path.parent.iterdir()] == [elsewhere.path] and not elsewhere.files()
+
+
+EXCLUDE = "its number is wrong, or paths exclude each other"
+MANIFESTS = {  # the files, and why they are refused
+    "a wrong key": (lambda: [entry("a", key="files/b=sha256-" + "0" * 64)], "a key does not match its file"),
+    "a key elsewhere": (lambda: [entry("a", key="../a")], "a key does not match its file"),
+    "a path twice": (lambda: [entry("a"), entry("a")], EXCLUDE),
+    "a file that is a folder": (lambda: [entry("a/b"), entry("a")], EXCLUDE),
+    "a negative size": (lambda: [entry("a", size=-1)], "size must be a whole number from 0 to"),
+    "a huge size": (lambda: [entry("a", size=1 << 60)], "size must be a whole number from 0 to"),
+    "a size that is text": (lambda: [entry("a", size="4")], "size must be a whole number from 0 to"),
+    "a time out of range": (lambda: [entry("a", mtime_ns=1 << 70)], "mtime_ns must be a time in nanoseconds"),
+    "no digest": (lambda: [entry("a", sha256="../..")], "sha256 must be 64 hexadecimal digits"),
+    "a missing field": (lambda: [{"path": "a"}], "key is missing"),
+    "numbers for entries": (lambda: [7], "files must not be 7"),
+    "a larger size than the object": (lambda: [entry("a", size=5)], "is missing, or has another size"),
+    "an object that does not exist": (lambda: [entry("missing", b"other")], "is missing, or has another size"),
+}
+
+
+@pytest.mark.parametrize(("files", "why"), MANIFESTS.values(), ids=MANIFESTS)
+def test_a_manifest_that_is_not_consistent_must_be_skipped(store, saved, elsewhere, files, why):
+    saved.write("a", b"data")
+    saved.copy(store)
+    place(store, *files(), number=2)
+    problems: list[Damaged] = []
+    assert next(intact(store, contents(store), problems)).sequence == 1
+    assert [why in str(problem) for problem in problems] == [True]
+    assert fetched(store, elsewhere) == {"a": b"data"}
+
+
+FIELDS = {
+    "another version of orchestrate wrote it": {"version": 2},
+    EXCLUDE: {"sequence": 7},
+    "time must be a number of seconds": {"time": "now"},
+    "it has an unknown format": {"files": 1},
+}
+
+
+@pytest.mark.parametrize(("why", "changes"), FIELDS.items(), ids=FIELDS)
+def test_a_manifest_with_other_fields_must_be_skipped(store, saved, elsewhere, why, changes):
+    saved.write("a", b"data")
+    saved.copy(store)
+    place(store, number=2, **changes)
+    with pytest.raises(Damaged, match=why):
+        manifests.read(store, 2)
+    assert fetched(store, elsewhere) == {"a": b"data"}
+
+
+@pytest.mark.parametrize("text", [b"", b"{", b"[]", b'{"manifest": 1}', b"\xff", b"[" * 100_000, b"null"])
+def test_a_manifest_that_is_damaged_must_be_skipped(store, saved, elsewhere, text):
+    saved.write("a", b"data")
+    saved.copy(store)
+    store.put(manifest_key(2), text)
+    assert fetched(store, elsewhere) == {"a": b"data"}
+
+
+def test_a_manifest_with_a_flipped_bit_must_be_skipped(store, saved, elsewhere):
+    mirror = saved.mirror(store)
+    for data in (b"older", b"newer"):
+        saved.write("a", data)
+        mirror.sync(never, final=True)
+    text = b"".join(store.read(manifest_key(2)))
+    store.put(manifest_key(2), text.replace(b'"first-1"', b'"first-2"'))
+    assert fetched(store, elsewhere) == {"a": b"older"}
+
+
+def test_a_manifest_with_too_many_files_must_be_refused(store, monkeypatch):
+    monkeypatch.setattr(manifests, "MAX_FILES", 2)
+    place(store, entry("a"), entry("b"), entry("c"))
+    with pytest.raises(Damaged, match="it names more than 2 files"):
+        newest(store)
+
+
+def test_a_manifest_of_endless_length_must_be_refused(store, monkeypatch):
+    monkeypatch.setattr(manifests, "MAX_MANIFEST", 1 << 20)
+    store.put(manifest_key(1), b" " * (2 << 20))
+    with pytest.raises(Damaged, match="is larger than 1 MiB"):
+        newest(store)
+
+
+@pytest.mark.parametrize("damage", ["missing", "shorter", "longer", "changed"])
+def test_the_files_of_the_manifest_before_must_be_used_if_one_of_the_newest_is_damaged(
+    store, saved, elsewhere, tmp_path, damage
+):
+    mirror = saved.mirror(store)
+    for data in (b"older", b"newer"):
+        saved.write("a", data)
+        saved.write(f"only in {data!r}", data)
+        mirror.sync(never, final=True)
+        if data == b"older":
+            saved.clear()
+    (path,) = (tmp_path / "store" / "files").glob("a=sha256-" + hashlib.sha256(b"newer").hexdigest())
+    if damage == "missing":
+        path.unlink()
+    else:
+        path.write_bytes({"shorter": b"newe", "longer": b"newer!", "changed": b"never"}[damage])
+    warnings: list[str] = []
+    found = restore(store, elsewhere.folder, "checkpoints", warn=warnings.append)
+    assert found and found.sequence == 1
+    assert elsewhere.files() == {"a": b"older", "only in b'older'": b"older"}
+    assert len(warnings) == 1 and warnings[0].endswith("; using an older copy")
+    assert not [*elsewhere.path.parent.glob(".*")]
+
+
+@pytest.mark.parametrize("damage", ["manifest", "content"])
+def test_a_job_must_not_start_anew_if_everything_is_damaged(store, saved, elsewhere, tmp_path, damage):
+    saved.write("a", b"data")
+    saved.copy(store)
+    folder = "manifests" if damage == "manifest" else "files"
+    (path,) = (tmp_path / "store" / folder).iterdir()
+    path.write_bytes(b"tada")
+    with pytest.raises(Damaged, match="has no intact copy: ") as caught:
+        restore(store, elsewhere.folder, "checkpoints")
+    assert caught.value.hint == "restore it from a backup, or use another prefix to start without it"
+    if damage == "manifest":
+        with pytest.raises(Damaged):
+            elsewhere.copy(store)
+        assert path.exists()
+
+
+def test_an_object_that_is_longer_than_listed_must_not_fill_the_disk(store, saved, elsewhere):
+    saved.write("a", b"data")
+    saved.copy(store)
+    written, read = 0, store.read
+
+    def endless(key: str):
+        nonlocal written
+        while True:
+            written += 1
+            yield b"data"
+
+    store.read = lambda key: endless(key) if key.startswith("files") else read(key)
+    with pytest.raises(Damaged):
+        restore(store, elsewhere.folder, "checkpoints")
+    assert written == 2
+
+
+def test_files_must_not_be_fetched_through_a_link(store, saved, elsewhere, secret):
+    saved.write("key", b"the store's")
+    saved.copy(store)
+    elsewhere.path.rmdir()
+    elsewhere.path.symlink_to(secret)
+    with pytest.raises(StorageError, match="cannot fetch"):
+        restore(store, elsewhere.folder, "checkpoints")
+    elsewhere.path.unlink()
+    hidden = elsewhere.path.parent / ".checkpoints.fetching"
+    hidden.symlink_to(secret)
+    with pytest.raises(StorageError, match="cannot fetch"):
+        restore(store, elsewhere.folder, "checkpoints")
+    assert (secret / "key").read_text() == "the host's" and [*secret.iterdir()] == [secret / "key"]
