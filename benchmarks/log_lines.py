@@ -40,7 +40,7 @@ def ours(folder: str) -> float:
         out.seek(0)
         lines = out.read().decode().splitlines()
     for rank in range(NODES):
-        own = [line for line in lines if line.split(" | ")[0].split()[-1] == str(rank)]
+        own = [line for line in lines if line.startswith(f"[{rank}] ")]
         check("orchestrate", (int(line.rsplit(maxsplit=1)[1]) for line in own))
     return NODES * LINES / took
 

@@ -23,6 +23,7 @@ _ESCAPES = re.compile(
     r"|\x1b\][^\x07\x1b\n]*(?:\x07|\x1b\\)?"  # window title, clipboard
     r"|\x1b[@-Z\\-_]?|[\x00-\x08\x0b-\x1f\x7f-\x9f]"
 )
+_COLOR, RESET = re.compile(r"\x1b\[[0-9;:]*m"), "\x1b[0m"
 _INVISIBLE = re.compile(  # Unicode categories Cf, Zl and Zp, except U+200D, which joins emoji
     "[\u00ad\u0600-\u0605\u061c\u06dd\u070f\u0890\u0891\u08e2\u180e\u200b\u200c\u200e\u200f\u2028-\u202e\u2060-\u206f"
     "\ufeff\ufff9-\ufffb\U000110bd\U000110cd\U00013430-\U0001343f\U0001bca0-\U0001bca3\U0001d173-\U0001d17a"
@@ -63,10 +64,24 @@ class Closed(Exception):
     """Stdout is closed or full, so a command that only prints can exit."""
 
 
-def clean(text: str) -> str:
-    """Remove control characters except newline and tab, and invisible characters that change how text is displayed."""
-    text = _ESCAPES.sub("", text)
+def clean(text: str, colors: bool = False) -> str:
+    """Remove control characters except newline and tab, and invisible characters that change how text is displayed.
+
+    `colors` keeps the sequences that set colors, and ends them at the end of the text.
+    """
+    if colors and "\x1b[" in text:
+        text = _ESCAPES.sub(lambda found: found[0] if _COLOR.fullmatch(found[0]) else "", text) + RESET
+    else:
+        text = _ESCAPES.sub("", text)
     return text if text.isascii() else _INVISIBLE.sub("", text)
+
+
+def colors(stream: TextIO | None) -> bool:
+    """Whether a stream shows colors: a terminal that can, unless `NO_COLOR` is set (no-color.org)."""
+    with contextlib.suppress(ValueError, OSError, AttributeError):
+        terminal = stream is not None and stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+        return terminal and not os.environ.get("NO_COLOR")
+    return False
 
 
 def prepare() -> None:
@@ -192,10 +207,10 @@ def print_queued() -> None:
         print_message(_later.get())
 
 
-def out(line: object) -> None:
-    """Print a line of data; raises Closed if stdout cannot be written."""
+def out(line: object, colored: bool = False) -> None:
+    """Print a line of data, on a terminal with its colors if it is `colored`; raises Closed if that fails."""
     with _output():
-        _print(sys.stdout, line)
+        _print(sys.stdout, line, colored and colors(sys.stdout))
 
 
 def table(rows: Sequence[Sequence[str]]) -> None:
@@ -221,10 +236,10 @@ def flush() -> None:
         _flush(sys.stdout)
 
 
-def stream(line: object) -> None:
+def stream(line: object, colored: bool = False) -> None:
     """Print a line of data and flush; ignores a closed stdout, which must not affect the job."""
     with contextlib.suppress(Closed):
-        out(line)
+        out(line, colored)
         flush()
 
 
@@ -250,17 +265,18 @@ def _output() -> Iterator[None]:
         raise Closed from None
 
 
-def _print(stream: TextIO | None, line: object) -> None:
+def _print(stream: TextIO | None, line: object, colored: bool = False) -> None:
     if stream is None:  # closed at start
         return
+    text = clean(str(line), colored)
     if _picture and stream.isatty():
-        return _picture.above(clean(str(line)))
+        return _picture.above(text)
     if not (_status.text and replaces(stream)):
-        stream.write(f"{clean(str(line))}\n")  # one write, since another thread may print
+        stream.write(f"{text}\n")  # one write, since another thread may print
         return
     with _lock:
         _erase()
-        stream.write(f"{clean(str(line))}\n")
+        stream.write(f"{text}\n")
         stream.flush()
         _draw()
 

@@ -327,7 +327,7 @@ def test_a_warm_run_that_did_not_use_the_nodes_must_be_refused():
 
 def test_the_phases_of_a_start_must_be_those_of_the_slowest_worker():
     lines = [{"import torch": 1.0, "NCCL init": 3.0}, {"import torch": 2.0, "NCCL init": 0.5}]
-    text = "".join(f"master {rank}    | {json.dumps(line)}\n" for rank, line in enumerate(lines))
+    text = "".join(f"[{rank}] {json.dumps(line)}\n" for rank, line in enumerate(lines))
     assert gpu_cold_start.parts(text) == {"import torch": 2.0, "NCCL init": 3.0}
     with pytest.raises(ValueError, match="printed no times"):
         gpu_cold_start.parts("nothing\n")

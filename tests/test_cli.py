@@ -84,12 +84,12 @@ def test_stdout_must_hold_worker_output_or_what_was_requested_instead(do, engine
     for flag in ("", "--print-path", "--json"):
         engine.generations = [[ALL_WELL]]
         code, out, err = do("run", "--trainers", "2", *filter(None, [flag]), *APP)
-        assert code == 0 and ("master 0    | loss 0.5" in err) == bool(flag)
+        assert code == 0 and ("[0] loss 0.5" in err) == bool(flag)
         (folder,) = runs.iterdir()
         found[flag] = out, folder
         assert do("attach", folder, *filter(None, [flag]))[1] == (out if flag else [])
         assert do("rm", folder)[0] == 0
-    assert found[""][0] == ["master 0    | loss 0.5"]
+    assert found[""][0] == ["[0] loss 0.5"]
     assert found["--print-path"][0] == [str(found["--print-path"][1])]
     report = json.loads("\n".join(found["--json"][0]))
     assert (report["job_id"], report["outcome"]) == (found["--json"][1].name, "succeeded")
@@ -254,6 +254,7 @@ def test_an_unknown_form_must_be_answered_with_the_available_forms(capsys):
 
 
 RUNS = ["--runs"]
+SHOWING = ["--print-path", "--json", "--progress", "--quiet", "--ranks", "--timestamps"]
 FLAGS = ["--trainers", "--gpus", "--nproc-per-node", "--engine", "--image", "--name", "--max-run", "--max-restarts"]
 FLAGS += ["--min-trainers", "--spares", "--set", "--nodes", "--memory", "--cpus", "--env", "--require-communication"]
 FLAGS += ["--dockerfile", "--pip", "--requirements", "--data", "--mount", "--checkpoints"]
@@ -263,7 +264,7 @@ FLAGS += ["--output", "--keep", "--source", "--secret", "--isolated", "--stdin",
 @pytest.mark.parametrize(
     ("command", "flags"),
     [
-        ("run", [*FLAGS, *RUNS, "--dry-run", "--detach", "--print-path", "--json", "--progress", "--resume"]),
+        ("run", [*FLAGS, *RUNS, "--dry-run", "--detach", *SHOWING, "--resume"]),
         ("plan", [*FLAGS, *RUNS, "--json"]),
         ("up", [*FLAGS, *RUNS]),
         ("doctor", FLAGS),
@@ -275,10 +276,10 @@ FLAGS += ["--output", "--keep", "--source", "--secret", "--isolated", "--stdin",
         ("events", [*RUNS, "--follow"]),
         ("prune", [*RUNS, "--older-than", "--caches", "--dry-run"]),
         ("report", RUNS),
-        ("resume", [*RUNS, "--print-path", "--json", "--progress"]),
+        ("resume", [*RUNS, *SHOWING]),
         ("schema", []),
-        ("logs", [*RUNS, "--rank", "--ranks", "--tail", "--grep", "--follow"]),
-        ("attach", [*RUNS, "--print-path", "--json", "--progress"]),
+        ("logs", [*RUNS, "--rank", "--ranks", "--tail", "--grep", "--follow", "--since", "--merge", "--timestamps"]),
+        ("attach", [*RUNS, *SHOWING]),
         ("wait", RUNS),
         ("stop", [*RUNS, "--dry-run"]),
         ("rm", [*RUNS, "--dry-run"]),

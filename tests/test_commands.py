@@ -17,7 +17,7 @@ from support.commanded import create, supervised
 from support.optional import not_none
 from support.scripted import ALL_WELL
 
-from orchestrate.cli import commands
+from orchestrate.cli import attach, commands
 from orchestrate.cli.main import main
 from orchestrate.doctor import checks
 from orchestrate.engines import choice
@@ -96,7 +96,7 @@ def test_a_running_job_must_be_found_from_any_folder(do, engine, tmp_path):
     far = create(JobPaths(tmp_path / "far" / "a-1"))
     far.log(0).write_text("hello\n")
     engine.states = [runs_elsewhere(far.root)]
-    assert do("logs", "a-1") == (0, ["master 0    | hello"], [])
+    assert do("logs", "a-1") == (0, ["[0] hello"], [])
     create(JobPaths(tmp_path / "a-1"))  # for example a copy of its files
     assert do("rm", "a-1", "--dry-run") == (0, [f"folder {far.root}"], [])
 
@@ -118,7 +118,7 @@ def test_a_job_must_be_found_by_its_run_directory(do, tmp_path, monkeypatch):
     far.log(0).write_text("hello\n")
     monkeypatch.chdir(tmp_path)
     for name in ("far/a-1", "far/a-1/", "./far/a", f"{far.root}", f"../{tmp_path.name}/far/a-1"):
-        assert do("logs", name) == (0, ["master 0    | hello"], [])
+        assert do("logs", name) == (0, ["[0] hello"], [])
     assert do("rm", "far/a-1", "--dry-run") == (0, [f"folder {far.root}"], [])
 
 
@@ -129,7 +129,7 @@ def test_latest_must_mean_the_job_that_was_created_last(do, tmp_path):
         os.utime(paths.spec, ns=(0, place))
     records.forget(tmp_path / "z-1")  # as if it came with the project
     for arguments in (["logs"], ["logs", "latest"]):
-        assert do(*arguments) == (0, ["master 0    | a-1"], [])
+        assert do(*arguments) == (0, ["[0] a-1"], [])
     assert do("rm", "latest", "--dry-run") == (0, [f"folder {tmp_path / 'a-1'}"], [])
 
 
@@ -227,13 +227,13 @@ def test_attach_must_follow_a_job_from_its_last_lines_to_its_end(do, paths, monk
     ticks = iter(
         [lambda: paths.log(1).write_text("one\ntw"), lambda: (paths.log(1).write_text("one\ntwo"), end(paths))]
     )
-    monkeypatch.setattr(commands, "time", Meanwhile(lambda: next(ticks)()))
+    monkeypatch.setattr(attach, "time", Meanwhile(lambda: next(ticks)()))
     with supervised(paths.root) as other:
         code, out, err = do("attach", "a-1")
     assert code == 0 and len(err) == 3
     assert err[0].startswith(f"following a-1, supervised by process {other.pid} ")
     assert err[1:] == ["succeeded: 3 workers, 1.0 s", str(paths.root)]
-    assert out[-3:] == ["master 0    | line 999", "trainer-1 1 | one", "trainer-1 1 | two"]
+    assert out[-3:] == ["[0] line 999", "[1] one", "[1] two"]
     assert len(out) < 1000
 
 
@@ -241,7 +241,7 @@ def test_attach_must_supervise_a_job_that_has_no_supervisor(do, paths, engine):
     engine.generations = [[ALL_WELL]]
     paths.log(0).write_text("".join(f"line {number}\n" for number in range(1000)))
     code, out, err = do("attach", "a-1")
-    assert code == 0 and out[-1] == "master 0    | line 999" and len(out) < 1000  # from the last lines
+    assert code == 0 and out[-1] == "[0] line 999" and len(out) < 1000  # from the last lines
     assert err[0] == "supervising a-1" and err[-2].startswith("succeeded: 3 workers")
     assert engine.calls == ["up", "start", "down"]
 
@@ -251,7 +251,7 @@ def test_attach_must_follow_if_another_supervisor_was_faster_and_ctrl_c_must_onl
 ):
     holder, calls = lock.holder, []
     monkeypatch.setattr(lock, "holder", lambda of: holder(of) if calls else calls.append(of))
-    monkeypatch.setattr(commands, "time", Meanwhile(lambda: end(paths)))
+    monkeypatch.setattr(attach, "time", Meanwhile(lambda: end(paths)))
     with supervised(paths.root):
         code, _, err = do("attach", "a-1")
     assert code == 0 and engine.calls == []
@@ -394,7 +394,8 @@ def test_ctrl_c_must_detach_from_a_job_and_say_that_it_continues(do, paths, monk
     def interrupt() -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(commands, "time", Meanwhile(interrupt))
+    for module in (attach, commands):
+        monkeypatch.setattr(module, "time", Meanwhile(interrupt))
     with supervised(paths.root):
         code, _, err = do(*arguments)
     assert (code, err[-1]) == (130, "detached; a-1 is still running")

@@ -374,7 +374,7 @@ def test_the_last_output_before_a_sudden_death_must_be_kept(ready, engine):
     job = Background(ready, engine, "--max-restarts", "0", "--", "sudden.py", trainers=1)
     assert job.end() == 1
     assert ready.log(1) == "x" * 100_000 + "\nlast"
-    assert "trainer-1 1 | last\n" in job.out
+    assert "[1] last\n" in job.out
     assert ready.report()["root_cause"]["last_lines"][-1] == "last"
 
 

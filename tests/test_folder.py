@@ -19,6 +19,7 @@ from orchestrate.files.paths import JobPaths
 from orchestrate.job import store
 from orchestrate.supervise import launch
 from orchestrate.supervise.job_files import JobFiles
+from orchestrate.view.screen import Shown
 
 CANARY = "a secret of the host"
 OUTSIDE = f'{CANARY}\n{{"step": 7, "secret": "{CANARY}"}}\n'
@@ -137,7 +138,7 @@ def test_the_supervisor_must_continue_and_report_whatever_a_node_leaves(paths, o
     assert files.step() == 0 and isinstance(files.saved(), tuple) and isinstance(files.activity(), tuple)
     assert CANARY not in files.text(0) + "".join(files.last_lines(0))
     shown: list[str] = []
-    data = launch.supervise(paths, Whole([KILLED], [ALL_WELL]), lambda: 0, shown.append)
+    data = launch.supervise(paths, Whole([KILLED], [ALL_WELL]), lambda: 0, Shown(shown.append))
     assert data["outcome"] == "succeeded"
     assert CANARY not in json.dumps(data) + "".join(shown)
     assert json.loads(paths.report.read_text()) == json.loads(json.dumps(data))
@@ -158,7 +159,7 @@ def test_a_link_in_place_of_a_job_folder_on_a_cluster_must_not_move_files_of_the
         inside.symlink_to(outside)
 
     engine.start = swap
-    data = launch.supervise(paths, engine, lambda: 0, shown.append)
+    data = launch.supervise(paths, engine, lambda: 0, Shown(shown.append))
     assert data["outcome"] == "succeeded"
     assert untouched(outside) and not os.path.lexists(inside)
     assert not paths.shared.exists() and CANARY not in json.dumps(data)
@@ -254,7 +255,7 @@ def test_a_read_must_stop_at_its_limit(tmp_path, monkeypatch):
     read = lines.Lines()
     with (tmp_path / "log").open("rb") as file:
         assert list(read.new(file, 8)) == [b"000", b"001"]
-        assert list(read.new(file, 1)) == [b"002"]
+        assert list(read.new(file, 4)) == [b"002"]
         assert len(list(read.new(file))) == 7
 
 
@@ -278,7 +279,7 @@ def test_set_id_bits_must_be_removed_from_the_files_of_an_ended_job(paths, outsi
         (paths.shared / name).touch()
         (paths.shared / name).chmod(mode)
     (paths.shared / "checkpoints").chmod(0o2755)
-    launch.supervise(paths, Whole([ALL_WELL]), lambda: 0, lambda _: None)
+    launch.supervise(paths, Whole([ALL_WELL]), lambda: 0, Shown(lambda _: None))
     modes = {name: stat.S_IMODE((paths.shared / name).stat().st_mode) for name in ("program", "closed", "plain")}
     assert modes == {"program": 0o755, "closed": 0, "plain": 0o644}
     assert stat.S_IMODE((outside / "file").stat().st_mode) == 0o4755
@@ -301,7 +302,7 @@ def test_a_report_must_keep_measurements_and_drop_everything_else_a_script_write
         "large": 1 << 64,
     }
     paths.metrics.write_text(json.dumps(values) + "\n" + json.dumps(dropped) + "\n")
-    data = launch.supervise(paths, Whole([ALL_WELL]), lambda: 0, lambda _: None)
+    data = launch.supervise(paths, Whole([ALL_WELL]), lambda: 0, Shown(lambda _: None))
     assert data["final_metrics"] == values
     end(paths)
 

@@ -74,6 +74,9 @@ def test_a_frameworks_script_must_train_one_model_and_resume_after_a_kill(script
     assert len(finished(scripts)) == 1
     assert min(report["exchanged_bytes"]) > 10_000 and not report["isolated"]
     assert any(scripts.folder.glob("inductor/**/*.so")) == (script == "compiled")
+    if script == "hf_trainer":  # it posts its steps
+        final = report["final_metrics"]
+        assert final["step"] == final["total_steps"] > 100 and final["train_loss"] > 0
     if script == "titan_style":
         kept = {path.name for path in (scripts.run_dir() / "checkpoints").glob("step-*")}
         assert (kept, report["final_metrics"]["step"]) == ({"step-190", "step-200"}, 200)

@@ -26,6 +26,7 @@ from orchestrate.job.plan import read_plan
 from orchestrate.job.recorder import _mac
 from orchestrate.node import protocol
 from orchestrate.supervise import launch
+from orchestrate.view.screen import Shown
 
 bounded = settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
@@ -168,7 +169,7 @@ def monkeypatch_lines(monkeypatch):
 def test_a_report_must_be_created_from_any_metrics(tmp_path_factory, metrics):
     paths = create(JobPaths(tmp_path_factory.mktemp("runs") / "a-1"))
     paths.metrics.write_text("".join(json.dumps(value) + "\n" for value in metrics))
-    data = launch.supervise(paths, Whole([ALL_WELL]), lambda: 0, lambda _: None)
+    data = launch.supervise(paths, Whole([ALL_WELL]), lambda: 0, Shown(lambda _: None))
     assert data["outcome"] == "succeeded" and store.ended(paths) is not None
     assert isinstance(report.text(data), str)
 
@@ -204,7 +205,7 @@ def test_damaged_events_must_be_reported_with_their_file_and_the_job_must_stay_r
     paths.events.write_text("".join(lines))
     engine = Whole([ALL_WELL], [ALL_WELL])
     try:
-        launch.supervise(paths, engine, lambda: 1, lambda _: None)
+        launch.supervise(paths, engine, lambda: 1, Shown(lambda _: None))
     except UsageError as error:
         assert str(paths.events) in str(error)
     except OrchestrateError:

@@ -27,8 +27,10 @@ from orchestrate.job.logs import Follower
 from orchestrate.job.outcomes import WorkerExit
 from orchestrate.job.recorder import objects
 from orchestrate.job.spec import JobSpec
-from orchestrate.supervise import launch
-from orchestrate.view.screen import Screen
+from orchestrate.job.times import Clock
+from orchestrate.supervise import launch, output
+from orchestrate.supervise.output import Output
+from orchestrate.view.screen import Shown
 
 SPEC = JobSpec(trainers=2, grace=0.01, command=("-m", "app.train"))
 
@@ -205,7 +207,7 @@ def test_a_job_must_be_removed_completely_or_raise_the_reason(paths):
 
 def supervise(paths: JobPaths, engine: Whole, stops=lambda: 0, follower: Follower | None = None) -> tuple[dict, list]:
     shown: list[str] = []
-    return launch.supervise(paths, engine, stops, shown.append, follower), shown
+    return launch.supervise(paths, engine, stops, Shown(shown.append), follower), shown
 
 
 def test_a_finished_job_must_have_a_report_and_events(paths):
@@ -315,17 +317,16 @@ def test_all_worker_output_must_be_shown_before_the_end_with_node_and_rank(paths
 
     engine.start = write
     _, shown = supervise(paths, engine)
-    assert sorted(line for line in shown if "|" in line) == [
-        "master 0    | first",
-        "master 0    | last, without a newline",
-        "trainer-2 2 | other",  # generation markers are left out: the supervisor prints its own message
+    assert sorted(line for line in shown if line.startswith("[")) == [
+        "[0] first",
+        "[0] last, without a newline",
+        "[2] other",  # generation markers are left out: the supervisor prints its own message
     ]
 
 
 def test_the_end_of_a_generation_must_be_shown_before_output_of_the_next(paths, monkeypatch):
-    monkeypatch.setattr(
-        launch, "LOG_INTERVAL", (3600.0, 3600.0)
-    )  # so that only our own messages trigger a read of the logs
+    # so that only our own messages trigger a read of the logs
+    monkeypatch.setattr(output, "INTERVAL", (3600.0, 3600.0))
     create(paths)
     engine, shown = Whole([[WorkerExit(0, 1)]], [ALL_WELL]), []
     start = engine.start
@@ -337,25 +338,25 @@ def test_the_end_of_a_generation_must_be_shown_before_output_of_the_next(paths, 
         paths.log(0).write_text("hello\n" * engine.calls.count("start"))
 
     engine.start = write
-    launch.supervise(paths, engine, lambda: 0, shown.append)
+    launch.supervise(paths, engine, lambda: 0, Shown(shown.append))
     hello = [index for index, line in enumerate(shown) if "hello" in line]
     again = [index for index, line in enumerate(shown) if "restarting all workers" in line]
     assert len(hello) == 2 and len(again) == 1 and hello[0] < again[0] < hello[1]
 
 
 def test_a_flood_of_lines_must_not_delay_the_end_or_our_messages(paths, monkeypatch):
-    monkeypatch.setattr(launch, "LAST_LINES_TIMEOUT", -1.0)
+    monkeypatch.setattr(output, "LAST_LINES_TIMEOUT", -1.0)
     create(paths)
     engine = Whole([ALL_WELL])
     engine.start = after(engine.start, lambda: paths.log(0).write_text("\n" * (8 << 20)))
     _, shown = supervise(paths, engine)
     assert f"warning: some worker output was not shown: see {paths.logs}" in shown[-3:]
-    assert shown.count("master 0    | ") < 8 << 20
+    assert shown.count("[0] ") < 8 << 20
 
 
 def test_a_flood_from_many_workers_must_not_delay_the_end(paths, monkeypatch):
-    monkeypatch.setattr(launch, "LAST_LINES_TIMEOUT", -1.0)
-    monkeypatch.setattr(launch, "MAX_SHOW_SECONDS", 0.01)
+    monkeypatch.setattr(output, "LAST_LINES_TIMEOUT", -1.0)
+    monkeypatch.setattr(output, "MAX_SHOW_SECONDS", 0.01)
     create(paths)
     engine = Whole([ALL_WELL])
     start = engine.start
@@ -372,13 +373,13 @@ def test_a_flood_from_many_workers_must_not_delay_the_end(paths, monkeypatch):
 
 
 def test_lines_left_over_from_a_long_turn_must_be_shown_in_the_next_turns(paths, monkeypatch):
-    monkeypatch.setattr(launch, "MAX_SHOW_SECONDS", -1.0)
+    monkeypatch.setattr(output, "MAX_SHOW_SECONDS", -1.0)
     create(paths)
     engine = Whole([ALL_WELL])
     written = [f"line {number}" for number in range(300)]
     engine.start = after(engine.start, lambda: paths.log(0).write_text("\n".join(written)))
     _, shown = supervise(paths, engine)
-    assert [line.removeprefix("master 0    | ") for line in shown if line.startswith("master")] == written
+    assert [line.removeprefix("[0] ") for line in shown if line.startswith("[0]")] == written
 
 
 def test_output_of_replacement_nodes_must_be_shown_under_their_own_names(paths, monkeypatch):
@@ -395,19 +396,19 @@ def test_output_of_replacement_nodes_must_be_shown_under_their_own_names(paths, 
 
     engine.start = write
     _, shown = supervise(paths, engine)
-    assert "trainer-2 1 | of trainer-2" in shown
+    assert "[1] of trainer-2" in shown
 
 
 def test_lines_must_be_shown_from_the_last_shown_position(paths):
     create(paths)
     paths.log(0).write_text("".join(f"line {number}\n" for number in range(1000)))
     follower = launch.rest(paths, *store.load(paths))
-    last = list(follower.lines())
-    assert last[-1] == "master 0    | line 999" and len(last) < 1000
+    last = [line.text for line in follower.lines()]
+    assert last[-1] == "line 999" and len(last) < 1000
     with paths.log(0).open("a") as file:
         file.write("new\n")
     _, shown = supervise(paths, Whole([ALL_WELL]), follower=follower)
-    assert [line for line in shown if "|" in line] == ["master 0    | new"]
+    assert [line for line in shown if line.startswith("[")] == ["[0] new"]
 
 
 def test_worker_output_must_be_shown_before_a_later_message_of_ours(paths):
@@ -418,12 +419,13 @@ def test_worker_output_must_be_shown_before_a_later_message_of_ours(paths):
         shown.append(line)
         release.set()
 
-    follower = Follower(paths, {0: ""})
-    with launch._following(follower, show, show, Screen()) as act:
+    follower, plan = launch.rest(paths, *store.load(paths)), store.load(paths)[1]
+    out = Output(follower, plan, Shown(show), Clock(paths.times), lambda: None)
+    with out.following():
         paths.log(0).write_text("of a worker\n")
-        act(lambda: show("ours"))
-        act(lambda: show("ours again"))
-    assert release.is_set() and shown == ["of a worker", "ours", "ours again"]
+        out.in_turn(lambda: show("ours"))
+        out.in_turn(lambda: show("ours again"))
+    assert release.is_set() and shown == ["[0] of a worker", "ours", "ours again"]
 
 
 def test_worker_output_must_be_shown_even_if_the_supervisor_crashes(paths):
@@ -433,20 +435,20 @@ def test_worker_output_must_be_shown_even_if_the_supervisor_crashes(paths):
     engine.wait = raising(KeyError)
     before = threading.active_count()
     with pytest.raises(KeyError):
-        launch.supervise(paths, engine, lambda: 0, shown.append)
-    assert shown[-1] == "master 0    | last"
+        launch.supervise(paths, engine, lambda: 0, Shown(shown.append))
+    assert shown[-1] == "[0] last"
     eventually(lambda: threading.active_count() <= before)
 
 
 def test_a_reader_that_stops_reading_must_not_block_the_supervisor(paths, monkeypatch):
-    monkeypatch.setattr(launch, "READER_TIMEOUT", 0.01)
+    monkeypatch.setattr(output, "READER_TIMEOUT", 0.01)
     create(paths)
     engine, resume = Whole([KILLED], [ALL_WELL]), threading.Event()
 
     def show(line: str) -> None:
         resume.wait(60)
 
-    data = launch.supervise(paths, engine, lambda: 0, show)
+    data = launch.supervise(paths, engine, lambda: 0, Shown(show))
     resume.set()
     assert (data["outcome"], data["generations"]) == ("succeeded", 2)
 
@@ -458,8 +460,8 @@ def test_a_progress_bar_must_go_to_the_same_stream_as_worker_output(paths, monke
     engine, shown, lines = Whole([[], ALL_WELL]), [], []
     engine.start = after(engine.start, lambda: paths.log(0).write_text("10%\r"))
     engine.wait, wait = lambda timeout: (eventually(lambda: lines), wait(timeout))[1], engine.wait
-    launch.supervise(paths, engine, lambda: 0, shown.append, output=lines.append)
-    assert lines[0] == "master 0    | 10%" and not any("10%" in line for line in shown)
+    launch.supervise(paths, engine, lambda: 0, Shown(shown.append, lines.append))
+    assert lines[0] == "[0] 10%" and not any("10%" in line for line in shown)
 
 
 class Stuck(io.StringIO):
@@ -474,10 +476,10 @@ class Stuck(io.StringIO):
 
 @pytest.mark.timeout(60)
 def test_an_unread_stdout_must_not_block_the_supervisor(paths, monkeypatch):
-    monkeypatch.setattr(launch, "READER_TIMEOUT", 0.01)
+    monkeypatch.setattr(output, "READER_TIMEOUT", 0.01)
     monkeypatch.setattr(sys, "stdout", Stuck())
     create(paths)
     paths.log(0).write_text("line\n")
-    data = launch.supervise(paths, Whole([KILLED], [ALL_WELL]), lambda: 0, lambda _: None, output=stream)
+    data = launch.supervise(paths, Whole([KILLED], [ALL_WELL]), lambda: 0, Shown(lambda _: None, stream))
     Stuck.resume.set()
     assert (data["outcome"], data["generations"]) == ("succeeded", 2)

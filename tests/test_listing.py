@@ -126,9 +126,9 @@ def test_durations_must_have_one_unit(seconds, text):
 @pytest.mark.parametrize(
     ("options", "lines"),
     [
-        (["--tail", "1"], ["master 0    | last", "trainer-1 1 | end"]),
-        (["--ranks", "1"], ["trainer-1 1 | loss 2", "trainer-1 1 | end"]),
-        (["--ranks", "0-1", "--grep", "loss [12]"], ["master 0    | loss 1", "trainer-1 1 | loss 2"]),
+        (["--tail", "1"], ["[0] last", "[1] end"]),
+        (["--ranks", "1"], ["[1] loss 2", "[1] end"]),
+        (["--ranks", "0-1", "--grep", "loss [12]"], ["[0] loss 1", "[1] loss 2"]),
         (["--rank", "0", "--grep", "^l", "--tail", "2"], ["loss 1", "last"]),
         (["--tail", "0"], []),
     ],
@@ -138,6 +138,40 @@ def test_logs_must_print_what_is_selected(do, paths, options, lines):
     paths.log(1).write_text("loss 2\nend\n")
     end(paths)
     assert do("logs", "a-1", *options)[:2] == (0, lines)
+
+
+@pytest.mark.parametrize(
+    ("options", "lines"),
+    [
+        (["--merge"], ["[0] first", "[1] loss 2", "[0] loss 1", "[0] last", "[1] end"]),
+        (["--merge", "--tail", "1"], ["[0] last", "[1] end"]),
+        (["--since", "1h"], ["[0] last", "[1] end"]),
+        (["--since", "3h", "--merge", "--grep", "loss"], ["[1] loss 2", "[0] loss 1"]),
+    ],
+)
+def test_lines_must_be_sorted_and_selected_by_time(do, paths, options, lines):
+    paths.log(0).write_text("first\nloss 1\nlast\n")
+    paths.log(1).write_text("loss 2\nend\n")
+    hour, now = 3600, time.time()
+    notes = [(now - 3 * hour, {0: 6}), (now - 2 * hour, {1: 7}), (now - 1.5 * hour, {0: 13})]
+    paths.times.write_text("".join(json.dumps({"time": when, "read": read}) + "\n" for when, read in notes))
+    end(paths)
+    assert do("logs", "a-1", *options)[:2] == (0, lines)
+
+
+def test_times_must_be_printed(do, paths):
+    paths.log(0).write_text("first\n")
+    paths.times.write_text(json.dumps({"time": 0.5, "read": {"0": 6}}) + "\n")
+    end(paths)
+    (line,) = do("logs", "a-1", "--rank", "0", "-t")[1]
+    assert re.fullmatch(r"\d\d:\d\d:00.5 first", line)
+
+
+def test_a_job_without_times_must_not_be_sorted_by_them(do, paths):
+    paths.log(0).write_text("first\n")
+    end(paths)
+    code, _, messages = do("logs", "a-1", "--merge")
+    assert code == 2 and messages[0] == "error: --merge: a-1 has no record of when its lines were written"
 
 
 @pytest.mark.parametrize(

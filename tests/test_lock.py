@@ -21,6 +21,7 @@ from orchestrate.files.paths import JobPaths
 from orchestrate.job import store
 from orchestrate.job.spec import JobSpec
 from orchestrate.supervise import launch
+from orchestrate.view.screen import Shown
 
 
 @pytest.fixture
@@ -61,7 +62,7 @@ def test_a_job_whose_cluster_is_used_by_another_job_must_report_it_and_start_not
     store.create(JobSpec(), planned, paths)
     engine = RecordingEngine()
     with pytest.raises(UsageError, match="held is in use by another job$") as refused:
-        launch.supervise(paths, engine, lambda: 0, print)
+        launch.supervise(paths, engine, lambda: 0, Shown(print))
     assert "attach j" in refused.value.hint
     assert not engine.calls
 

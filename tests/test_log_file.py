@@ -16,6 +16,7 @@ from orchestrate.files import log_file
 from orchestrate.files.paths import JobPaths
 from orchestrate.job.spec import JobSpec
 from orchestrate.supervise import launch
+from orchestrate.view.screen import Shown
 
 LOG = logging.getLogger("orchestrate.tests")
 
@@ -25,7 +26,7 @@ def text(path) -> str:
 
 
 def test_a_job_must_have_a_log_that_only_its_user_can_read(paths):
-    launch.supervise(paths, RecordingEngine([ALL_WELL]), lambda: 0, lambda _: None)
+    launch.supervise(paths, RecordingEngine([ALL_WELL]), lambda: 0, Shown(lambda _: None))
     lines = text(paths.orchestrate_log).splitlines()
     assert all(re.match(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z [A-Z]+ orchestrate\.", line) for line in lines)
     assert re.search(r"INFO orchestrate.supervise.launch: orchestrate \d.*, Python 3\.", lines[0])
@@ -37,7 +38,7 @@ def test_an_error_must_be_logged_with_its_traceback(paths):
     engine = RecordingEngine()
     engine.missing = {"master"}
     with pytest.raises(EngineError, match="no such node"):
-        launch.supervise(paths, engine, lambda: 0, lambda _: None)
+        launch.supervise(paths, engine, lambda: 0, Shown(lambda _: None))
     assert re.search(r"Traceback.*in up\n.*EngineError: no such node\n", text(paths.orchestrate_log), re.S)
 
 
@@ -45,13 +46,13 @@ def test_an_internal_error_must_be_logged_and_end_the_command(paths):
     engine = RecordingEngine([ALL_WELL])
     engine.start = raising(KeyError("a bug"))
     with pytest.raises(KeyError, match="a bug"):
-        launch.supervise(paths, engine, lambda: 0, lambda _: None)
+        launch.supervise(paths, engine, lambda: 0, Shown(lambda _: None))
     assert "KeyError: 'a bug'" in text(paths.orchestrate_log)
 
 
 def test_a_second_supervisor_must_append_to_the_log(paths):
     for _ in range(2):
-        launch.supervise(paths, RecordingEngine([ALL_WELL]), lambda: 0, lambda _: None)
+        launch.supervise(paths, RecordingEngine([ALL_WELL]), lambda: 0, Shown(lambda _: None))
     assert text(paths.orchestrate_log).count("SupervisorStarted") == 2
 
 
@@ -61,7 +62,7 @@ def test_secrets_must_not_be_logged(tmp_path, capsys):
 
     engine.up = raising(EngineError("the engine refused hunter2000"))
     with log_file.shown("debug"), pytest.raises(EngineError):
-        launch.supervise(paths, engine, lambda: 0, lambda _: None)
+        launch.supervise(paths, engine, lambda: 0, Shown(lambda _: None))
     for log in (text(paths.orchestrate_log), capsys.readouterr().err):
         assert "the engine refused ***" in log and "hunter2000" not in log
 

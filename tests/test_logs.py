@@ -3,13 +3,18 @@
 import pytest
 
 from orchestrate.files.paths import JobPaths
-from orchestrate.job.logs import Follower, clean, last_lines, prefixes, tail
+from orchestrate.job.logs import Follower, clean, last_lines, tail
+
+
+def read(follower: Follower, end: bool = False) -> list[str]:
+    """Lines with their ranks."""
+    return [f"{line.rank} {line.text}" for line in follower.lines(end=end)]
 
 
 def test_a_log_must_be_read_in_parts_with_its_last_line_intact(paths):
     paths.log(0).write_text("x" * (3 << 20) + "\nlast")
-    follower = Follower(paths, {0: ""})
-    reads = [[*follower.lines(end=True, most=1 << 20)] for _ in range(5)]
+    follower = Follower(paths, [0])
+    reads = [[line.text for line in follower.lines(end=True, most=1 << 20)] for _ in range(5)]
     lines = [line for look in reads for line in look]
     assert "".join(lines) == "x" * (3 << 20) + "last" and lines[-1] == "last"
     assert reads[-1] == [] and all(sum(map(len, look)) <= 2 << 20 for look in reads)
@@ -39,16 +44,16 @@ def test_a_line_must_be_shown_without_terminal_control_sequences(line, shown):
 def test_lines_must_be_returned_once_and_whole(tmp_path):
     paths = JobPaths(tmp_path / "a-1")
     paths.create()
-    follower = Follower(paths, prefixes({0: "master", 1: "trainer-1"}))
-    assert list(follower.lines()) == []
+    follower = Follower(paths, [0, 1])
+    assert read(follower) == []
     paths.log(0).write_bytes(b"a\nb\nhal")
-    assert list(follower.lines()) == ["master 0    | a", "master 0    | b"]
+    assert read(follower) == ["0 a", "0 b"]
     with paths.log(0).open("ab") as file:
         file.write(b"f\nrest")
     paths.log(1).write_bytes(b"other\n")
-    assert list(follower.lines()) == ["master 0    | half", "trainer-1 1 | other"]
-    assert list(follower.lines(end=True)) == ["master 0    | rest"]
-    assert list(follower.lines(end=True)) == []
+    assert read(follower) == ["0 half", "1 other"]
+    assert read(follower, end=True) == ["0 rest"]
+    assert read(follower, end=True) == []
 
 
 def test_lines_must_not_repeat_when_other_ranks_are_followed(tmp_path):
@@ -56,15 +61,15 @@ def test_lines_must_not_repeat_when_other_ranks_are_followed(tmp_path):
     paths.create()
     for rank in range(2):
         paths.log(rank).write_text(f"of {rank}\n")
-    follower = Follower(paths, {0: "a ", 1: "b "})
-    assert list(follower.lines()) == ["a of 0", "b of 1"]
-    follower.follow({1: "c "})
+    follower = Follower(paths, [0, 1])
+    assert read(follower) == ["0 of 0", "1 of 1"]
+    follower.follow([1])
     for rank in range(2):
         with paths.log(rank).open("a") as file:
             file.write("more\n")
-    assert list(follower.lines()) == ["c more"]
-    follower.follow({0: "a ", 1: "b "})
-    assert list(follower.lines()) == ["a more"]
+    assert read(follower) == ["1 more"]
+    follower.follow([0, 1])
+    assert read(follower) == ["0 more"]
 
 
 def test_earlier_output_must_be_skipped_except_the_last_lines(tmp_path):
@@ -72,17 +77,17 @@ def test_earlier_output_must_be_skipped_except_the_last_lines(tmp_path):
     paths.create()
     paths.log(0).write_text("".join(f"line {number}\n" for number in range(1000)))
     paths.log(1).write_text("short\n")
-    follower = Follower(paths, {0: "", 1: ""})
+    follower = Follower(paths, [0, 1])
     follower.skip(last=20)
-    assert list(follower.lines()) == ["line 998", "line 999", "short"]
+    assert read(follower) == ["0 line 998", "0 line 999", "1 short"]
 
 
 def test_generation_marks_must_be_left_out_on_request(tmp_path):
     paths = JobPaths(tmp_path / "a-1")
     paths.create()
     paths.log(0).write_bytes(b"a\n[node] generation 1\nb\n")
-    assert list(Follower(paths, {0: ""}).lines()) == ["a", "[node] generation 1", "b"]
-    assert list(Follower(paths, {0: ""}, marks=False).lines()) == ["a", "b"]
+    assert read(Follower(paths, [0])) == ["0 a", "0 [node] generation 1", "0 b"]
+    assert read(Follower(paths, [0], marks=False)) == ["0 a", "0 b"]
 
 
 def test_the_tail_must_be_the_last_lines_of_a_long_log(tmp_path):
@@ -108,7 +113,7 @@ def test_a_log_that_is_longer_than_a_chunk_must_be_shown_whole(tmp_path, monkeyp
     paths.create()
     written = [f"line {number}" for number in range(20)]
     paths.log(0).write_text("\n".join(written))
-    assert list(Follower(paths, {0: ""}).lines(end=True)) == written
+    assert read(Follower(paths, [0]), end=True) == [f"0 {line}" for line in written]
 
 
 def test_each_log_must_be_skipped_to_its_last_lines(tmp_path):
@@ -116,11 +121,11 @@ def test_each_log_must_be_skipped_to_its_last_lines(tmp_path):
     paths.create()
     paths.log(0).write_bytes(b"a" * 5000 + b"\nlast\n")  # longer than the part that is shown
     paths.log(1).write_bytes(b"whole\n")
-    follower = Follower(paths, {0: "0 ", 1: "1 ", 2: "2 "})
+    follower = Follower(paths, [0, 1, 2])
     follower.skip(4096)
-    assert list(follower.lines()) == ["0 last", "1 whole"]
+    assert read(follower) == ["0 last", "1 whole"]
     paths.log(2).write_bytes(b"late\n")  # a log that did not exist yet
-    assert list(follower.lines()) == ["2 late"]
+    assert read(follower) == ["2 late"]
 
 
 def test_a_rank_that_is_followed_later_must_be_shown_from_its_first_line(tmp_path):
@@ -128,21 +133,12 @@ def test_a_rank_that_is_followed_later_must_be_shown_from_its_first_line(tmp_pat
     paths.create()
     paths.log(0).write_bytes(b"a\nhal")
     paths.log(1).write_bytes(b"b\n")
-    follower = Follower(paths, {0: "0 "})
-    assert list(follower.lines()) == ["0 a"]
-    follower.follow({0: "0 ", 1: "1 "})
+    follower = Follower(paths, [0])
+    assert read(follower) == ["0 a"]
+    follower.follow([0, 1])
     with paths.log(0).open("ab") as file:
         file.write(b"f\n")
-    assert list(follower.lines()) == ["0 half", "1 b"]
-
-
-def test_prefixes_must_have_the_same_width():
-    assert prefixes({0: "master", 1: "trainer-1", 10: "trainer-10"}) == {
-        0: "master 0      | ",
-        1: "trainer-1 1   | ",
-        10: "trainer-10 10 | ",
-    }
-    assert prefixes({}) == {}
+    assert read(follower) == ["0 half", "1 b"]
 
 
 # --- the last lines of a worker
@@ -230,8 +226,8 @@ def test_the_last_of_several_dumps_must_be_shown_and_also_one_without_a_current_
 def test_an_overwritten_line_must_be_shown_as_progress(paths):
     paths.log(0).write_bytes(b"begun\n")
     paths.log(1).write_bytes(b"begun\n 10%|#   |\r 20%|##  |\r")
-    follower = Follower(paths, {0: "a | ", 1: "b | "})
-    assert [*follower.lines()] == ["a | begun", "b | begun"] and follower.progress() == "b |  20%|##  |"
+    follower = Follower(paths, [0, 1])
+    assert read(follower) == ["0 begun", "1 begun"] and follower.bars() == {1: " 20%|##  |"}
     with paths.log(1).open("ab") as file:
         file.write(b"100%\n")
-    assert [*follower.lines()] == ["b | 100%"] and follower.progress() == ""
+    assert read(follower) == ["1 100%"] and follower.bars() == {}

@@ -90,7 +90,7 @@ def test_a_running_job_must_be_found_even_if_a_link_has_its_name(do, tmp_path):
     end(far)
     (tmp_path / "a-1").symlink_to(far.root)
     do.engine.states = [runs_elsewhere(far.root)]
-    assert do("logs", "a-1") == (0, ["master 0    | hello"], [])
+    assert do("logs", "a-1") == (0, ["[0] hello"], [])
     assert do("wait", "a-1")[0] == 0
 
 

@@ -27,7 +27,7 @@ OURS = ("plan.json", "report.json", "events.jsonl")
 READERS = {  # file: a function that reads it, and returns whether it is empty
     "logs/rank-0.log": (
         lambda paths: (
-            [*Follower(paths, {0: ""}).lines(end=True), tail(paths.folder, 0), *JobFiles(paths).last_lines(0)] == [""]
+            [*Follower(paths, [0]).lines(end=True), tail(paths.folder, 0), *JobFiles(paths).last_lines(0)] == [""]
         )
     ),
     "metrics.jsonl": lambda paths: (JobFiles(paths).metrics(), JobFiles(paths).step()) == ([], 0),

@@ -155,7 +155,7 @@ SLOW = "(?i)" + "[a-\ufffd]" * 198
 def test_rules_that_take_too_long_to_compile_must_be_refused():
     """Compiling these takes twenty seconds, again in each command that reads the job."""
     rules = [{"log": f"{SLOW}{number:03}", "action": "fail"} for number in range(100)]
-    with pytest.raises(UsageError, match="compiling those of all rules takes more than 2 s; use simpler ones"):
+    with pytest.raises(UsageError, match="compiling all of them takes more than 2 s; use simpler ones"):
         resolve({"rules": rules})
 
 

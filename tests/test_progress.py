@@ -1,10 +1,13 @@
 """Progress and metrics in the output of workers, as frameworks print them."""
 
 import io
+import re
 
 import pytest
 
-from orchestrate.view.progress import Progress, parse
+from orchestrate.errors import UsageError
+from orchestrate.job.layers import resolve
+from orchestrate.view.progress import Progress, Reader, parse
 
 
 def test_a_bar_of_tqdm_must_be_read():
@@ -24,14 +27,16 @@ def test_a_bar_of_tqdm_must_be_read():
     [
         (
             "Epoch 3:  45%|####5     | 12/27 [00:04<01:02,  2.00s/it, v_num=3, train_loss=0.5]",
-            Progress(12, 27, 62.0, 2.0, {"train_loss": 0.5}),
+            Progress(12, 27, 62.0, 2.0, {"train_loss": 0.5}, bar=True),
         ),
-        (" 10%|#         | 1.50k/15.0k [00:01<?, ?it/s]", Progress(1500, 15000, None, None)),
-        ("100%|##########| 8/8 [1:00:00<00:00, 4.00it/s]", Progress(8, 8, 0.0, 0.25)),
+        (" 10%|#         | 1.50k/15.0k [00:01<?, ?it/s]", Progress(1500, 15000, None, None, bar=True)),
+        ("100%|##########| 8/8 [1:00:00<00:00, 4.00it/s]", Progress(8, 8, 0.0, 0.25, bar=True)),
         (
             "{'loss': 1.25, 'learning_rate': 5e-05, 'epoch': 0.5}",
             Progress(metrics={"loss": 1.25, "learning_rate": 5e-05, "epoch": 0.5}),
         ),
+        ('{"step": 7, "max_steps": 10, "loss": 1.25}', Progress(7, 10, metrics={"loss": 1.25})),
+        ("{'global_step': 1e300, 'loss': 1.25}", Progress(metrics={"loss": 1.25})),
         ("{'loss': '1.25', 'epoch': '0.5'}", Progress(metrics={"loss": 1.25, "epoch": 0.5})),
         ("epoch 1/3: accuracy 97.05%, loss=0.0910", Progress(metrics={"loss": 0.091})),
         ("step 7, val_loss: 1e-3", Progress(metrics={"val_loss": 0.001})),
@@ -44,3 +49,44 @@ def test_a_bar_of_tqdm_must_be_read():
 )
 def test_lines_must_be_read(line, expected):
     assert parse(line) == expected
+
+
+PATTERNS = {"loss": r"Loss: ([0-9,.]+)", "step": r"iteration (\d+)", "total_steps": r"iteration \d+ of (\d+)"}
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("iteration 7 of 90  Loss: 1,024.5  lr: 0.1", Progress(7, 90, metrics={"loss": 1024.5})),
+        ("Loss: ,.,", None),
+        ("loss = 0.5", Progress()),  # it has no metric that was asked for
+        ("nothing", None),
+        (" 10%|# | 3/30 [00:01<00:09, 3.00it/s, loss=2.5]", Progress(3, 30, 9.0, 1 / 3, bar=True)),
+        (" 10%|# | 3/30 [00:01<00:09, 3.00it/s, iteration 43]", Progress(43, None, 9.0, 1 / 3)),
+    ],
+)
+def test_patterns_of_the_job_must_replace_those_of_frameworks(line, expected):
+    assert Reader(PATTERNS).parse(line) == expected
+
+
+def test_a_pattern_that_takes_too_long_must_be_ignored_from_then_on():
+    reader = Reader({"slow": r"((?:a|aa)+)cb", "loss": r"loss (\d+)"})
+    line = f"loss 3 {'a' * 60} cb"
+    assert [reader.parse(line), reader.parse(line)] == [Progress(metrics={"loss": 3.0})] * 2
+    assert [*reader.patterns] == ["loss"]
+
+
+@pytest.mark.parametrize(
+    ("metrics", "why"),
+    [
+        ({"loss": "loss"}, "loss has no group"),
+        ({"loss": "("}, "missing ), unterminated subpattern"),
+        ({"": "(a)"}, "a mapping of metrics"),
+        ({"loss": 3}, "a mapping of metrics"),
+        ({f"loss{number}": "(a)" for number in range(21)}, "at most 20"),
+        ("loss", "a mapping of metrics"),
+    ],
+)
+def test_invalid_patterns_must_be_refused(metrics, why):
+    with pytest.raises(UsageError, match=re.escape(why)):
+        resolve({"metrics": metrics})

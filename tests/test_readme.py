@@ -74,12 +74,12 @@ SHOWN = blocks()[0][1]
     [
         ("99.25%", "10.25%"),
         ("rank 3 of 4", "rank 7 of 4"),
-        ("trainer-1 1 | rank 1", "trainer-1 1 | rank 2"),
+        ("[1] rank 1", "[1] rank 2"),
         ("succeeded: 4 workers", "succeeded: 3 workers"),
         ("4 nodes", "3 nodes"),
         ("loss 0.0204", "loss 2.3026"),
         ("runs/digits-4f2a", "runs/digits"),
-        ("master 0    | epoch 2/3", "master 0    | epoch 3/3"),
+        ("[0] epoch 2/3", "[0] epoch 3/3"),
     ],
 )
 def test_a_false_line_must_be_detected(was, now):

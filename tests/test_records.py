@@ -240,7 +240,7 @@ def test_a_copied_job_must_not_be_resumed_or_stopped_or_touch_an_engine(do: Comm
 
 def test_copied_results_must_be_shown_and_removed_as_files_only(do: Commands, copy):
     end(copy)
-    assert do("logs", "a-1") == (0, ["master 0    | hello"], [])
+    assert do("logs", "a-1") == (0, ["[0] hello"], [])
     assert do("wait", "a-1") == (0, [], [])
     assert do("rm", "a-1", "--dry-run") == (0, [f"folder {copy.root}"], [])
     assert do("rm", "a-1") == (0, [], ["a-1 removed"])

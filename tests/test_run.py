@@ -45,12 +45,18 @@ def test_stdout_must_be_the_output_of_workers_and_files_must_belong_to_the_calle
     assert done.returncode == 0, done.stderr
     folder = cli.run_dir()
     assert done.stderr.splitlines()[-1] == f"runs/{folder.name}"
-    assert {line.partition(" | ")[0].split()[0] for line in done.stdout.splitlines()} == {"master", *TRAINERS}
+    assert {line.partition("]")[0] for line in done.stdout.splitlines()} == {"[0", "[1", "[2"}
     assert folder.name.startswith("my-job-")
     names = {str(path.relative_to(folder)) for path in folder.rglob("*")}
     ours = {"job.yaml", "plan.json", "events.jsonl", "report.json", "report.html", "orchestrate.log", "supervisor.lock"}
-    ours |= {"job/generation"} | ({"copied.json"} if engine == "docker" else set())
-    theirs = {"job", "job/logs", "job/checkpoints", *(f"job/logs/rank-{rank}.log" for rank in range(3))}
+    ours |= {"times.jsonl", "job/generation"} | ({"copied.json"} if engine == "docker" else set())
+    theirs = {
+        "job",
+        "job/.status-token",
+        "job/logs",
+        "job/checkpoints",
+        *(f"job/logs/rank-{rank}.log" for rank in range(3)),
+    }
     copy = {"work"} if engine == "docker" else set()
     theirs |= {f"job/{name}" for name in copy}
     links = {name: os.readlink(folder / name) for name in ("logs", "checkpoints", "metrics.jsonl", *copy)}
@@ -139,7 +145,7 @@ def test_a_request_to_stop_must_end_the_job_gracefully(cli, engine, number):
     out, err = job.communicate(timeout=150)
     assert (job.returncode, cli.report()["outcome"]) == (130, "stopped")
     assert "stopping: workers have 30 s to exit" in err
-    assert "trainer-1 1 | stepping\n" in out and err.endswith(f"\nruns/{cli.run_dir().name}\n")
+    assert "[1] stepping\n" in out and err.endswith(f"\nruns/{cli.run_dir().name}\n")
 
 
 def test_ctrl_c_while_the_nodes_start_must_leave_nothing(cli, engine):
@@ -188,14 +194,14 @@ def test_the_other_commands_must_work_from_another_shell(cli, engine):
     cli.wait_for("stepping", rank=1)
     job_id = cli.run_dir().name
     assert cli.ps() == [[job_id, engine, "2", "running", f"runs/{job_id}"]]
-    assert "master 0    | stepping\n" in cli("logs", job_id).stdout
+    assert "[0] stepping\n" in cli("logs", job_id).stdout
     assert cli("logs", f"{name}-", "--rank", "1").stdout == cli.log(1)
     follower = cli.start("logs", job_id, "-f")
     stopped = cli("stop", job_id)
     assert stopped.returncode == 0, stopped.stderr
     job.communicate(timeout=150)
     assert job.returncode == 130
-    assert "trainer-1 1 | stepping\n" in follower.communicate(timeout=150)[0]
+    assert "[1] stepping\n" in follower.communicate(timeout=150)[0]
     assert not cli.ps()
     assert cli("stop", job_id).stderr == f"{job_id} has already ended\n"
 

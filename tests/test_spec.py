@@ -139,6 +139,7 @@ def test_a_generated_job_file_must_resolve_to_the_same_job(tmp_path):
         "min_trainers": 1,
         "spares": 1,
         "hang_after": "none",
+        "metrics": {"loss": "loss=([0-9.]+)"},
         "on_event": "https://host/path",
         "optional": ["memory"],
         "require_communication": True,

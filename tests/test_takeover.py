@@ -45,7 +45,7 @@ def test_training_must_continue_without_its_orchestrator_until_another_takes_ove
     done = attach(cli)
     assert done.returncode == 0, done.stderr
     assert done.stderr.splitlines()[-1] == f"runs/{cli.run_dir().name}"
-    assert f"trainer-2 2 | step {job.steps(2)[-1][0]} in 0" in done.stdout
+    assert f"[2] step {job.steps(2)[-1][0]} in 0" in done.stdout
     assert_succeeded(job, 1)
 
 
@@ -235,7 +235,7 @@ def test_a_detached_job_must_work_with_ps_wait_logs_and_attach(cli, engine):
     assert waiting.wait(timeout=150) == 0
     waiting.communicate()
     output = follower.communicate(timeout=150)[0]
-    assert f"master 0    | {cli.log(0).splitlines()[-1]}\n" in output and "step 10 in 0" in output
+    assert f"[0] {cli.log(0).splitlines()[-1]}\n" in output and "step 10 in 0" in output
     attached = cli("attach", name)
     assert (attached.returncode, attached.stdout) == (0, "")
     assert "succeeded: 3 workers" in attached.stderr and attached.stderr.endswith(f"\nruns/{name}\n")

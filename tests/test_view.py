@@ -1,6 +1,7 @@
 """The picture of a running job: what it contains at any size, and what the live view does with a terminal."""
 
 import io
+import json
 import os
 import pty
 import re
@@ -13,12 +14,15 @@ from conftest import eventually
 from rich.console import Console
 from support.plans import HERE, plan
 
-from orchestrate.job import events
+from orchestrate.job import events, store
 from orchestrate.job.outcomes import Activity
 from orchestrate.job.spec import JobSpec
-from orchestrate.view.render import clock, picture, spark
-from orchestrate.view.state import View
+from orchestrate.view.folded import PlainScreen
+from orchestrate.view.progress import parse
+from orchestrate.view.render import picture, spark
+from orchestrate.view.state import View, clock
 
+KEYS = "Ctrl-C stops the job; closing the terminal does not"
 TQDM = "Epoch 1:  45%|####5     | {}/270 [00:04<01:02,  2.00s/it, loss=0.25]"
 
 
@@ -31,7 +35,7 @@ def view(trainers: int) -> View:
 
 def drawn(state: View, now: float, width: int = 120, height: int = 40) -> list[str]:
     output = io.StringIO()
-    Console(file=output, width=width, height=height).print(picture(state, now, width, height))
+    Console(file=output, width=width, height=height).print(picture(state, now, width, height, KEYS))
     lines = output.getvalue().splitlines()
     assert all(len(line) <= width for line in lines) and len(lines) <= max(height // 2 + 1, 9), lines
     return [line.rstrip() for line in lines]
@@ -40,7 +44,7 @@ def drawn(state: View, now: float, width: int = 120, height: int = 40) -> list[s
 def test_a_line_must_show_the_state_of_each_worker():
     state = view(2)
     for step in range(10, 15):
-        state.ranks[0].line(TQDM.format(step), 4.0 + step)
+        state.ranks[0].hear(parse(TQDM.format(step)), 4.0 + step)
     state.activity({rank: Activity("R", 1.0, 256 << 20) for rank in range(3)}, 18.0)
     state.activity({0: Activity("R", 3.0, 256 << 20), 1: Activity("S", 1.0, 256 << 20)}, 20.0)
     state.event(events.WorkerEnded(2, "trainer-2", 1, False), 19.0)
@@ -55,7 +59,7 @@ def test_a_line_must_show_the_state_of_each_worker():
     assert re.split("  +", lines[3].strip()) == ["1 trainer-1", "running", "0.0 cores", "256 MiB", "idle 17 s"]
     assert re.split("  +", lines[4].strip())[:2] == ["2 trainer-2", "failed"]
     assert lines[5].strip() == "19.5 s  restarting all workers (restart 1 of 3)"
-    assert lines[6] == "Ctrl-C stops the job; closing the terminal does not"
+    assert lines[6] == KEYS
 
 
 @pytest.mark.parametrize(("width", "height"), [(32, 8), (80, 24), (200, 60)])
@@ -64,7 +68,7 @@ def test_the_picture_must_fit_any_terminal_and_show_the_workers_that_need_attent
     state = view(trainers)
     last = state.ranks[trainers]
     for rank in state.ranks.values():
-        rank.line(TQDM.format(100), 4.0)
+        rank.hear(parse(TQDM.format(100)), 4.0)
     state.event(events.WorkerEnded(last.number, last.node, 1, False), 5.0)
     lines = drawn(state, 5.0, width, height)
     assert any(f"{last.number} {last.node}" in line for line in lines)
@@ -75,7 +79,7 @@ def test_the_picture_must_fit_any_terminal_and_show_the_workers_that_need_attent
 
 def test_a_new_generation_must_start_anew():
     state = view(1)
-    state.ranks[0].line(TQDM.format(100), 4.0)
+    state.ranks[0].hear(parse(TQDM.format(100)), 4.0)
     state.planned(plan(JobSpec(trainers=0), HERE, "digits-4f2a", generation=1))
     assert "generation 1" in drawn(state, 5.0)[0] and len(state.ranks) == 1 and not state.ranks[0].progress.step
 
@@ -104,7 +108,7 @@ import os, pathlib, sys, time
 for step in range(3):
     sys.stderr.write(f"\\r{step}%|#| {step}/3 [00:01<00:02, 1.00it/s, loss=0.5]")
     sys.stderr.flush()
-print("\\na whole line", flush=True)
+print("\\na whole line of", os.environ["RANK"], flush=True)
 sys.stderr.write("\\r1%|#| 2/3 [00:01<00:02, 1.00it/s, loss=0.5]")
 sys.stderr.flush()
 while not pathlib.Path(os.environ["JOB_DIR"], "finish").exists(): time.sleep(0.05)
@@ -125,18 +129,61 @@ def test_a_terminal_must_show_the_picture_below_the_output_and_nothing_of_it_at_
                 seen.extend(os.read(ours, 1 << 16))
             return text.encode() in seen
 
-        eventually(lambda: shown("step 2 of 3"))
-        eventually(lambda: shown("trainer-1 1 | a whole line"))
-        cli.finish_jobs()
-        eventually(lambda: shown("succeeded: 2 workers"))
-        assert process.wait(timeout=60) == 0
+        try:
+            eventually(lambda: shown("step 2 of 3"))
+            eventually(lambda: shown("\x1b[33m[1]\x1b[0m a whole line of 1"))
+            cli.finish_jobs()
+            eventually(lambda: shown("succeeded: 2 workers"))
+            assert process.wait(timeout=60) == 0
+        finally:
+            process.kill()
     os.close(ours)
     rest = bytes(seen).rpartition(b"Ctrl-C stops the job")[2].decode()
     assert rest.count("\x1b[2K") >= 5 and "succeeded: 2 workers" in rest  # the picture is erased
-    assert bytes(seen).count(b"a whole line") == 2  # once for each rank
+    assert bytes(seen).count(b"a whole line of") == 2  # once for each rank
 
 
 def test_lines_must_be_plain_on_request_and_without_a_terminal(cli, nothing_left):
     (cli.folder / "say.py").write_text("print('hello')\n")
     done = cli("run", "--engine", "process", "--trainers", "0", "say.py", TERM="xterm-256color")
-    assert "\x1b" not in done.stdout + done.stderr and done.stdout == "master 0 | hello\n"
+    assert "\x1b" not in done.stdout + done.stderr and done.stdout == "[0] hello\n"
+
+
+def test_only_warnings_and_the_result_must_be_printed_on_request(cli, nothing_left):
+    (cli.folder / "say.py").write_text("print('hello')\n")
+    run = ("run", "--engine", "process", "--trainers", "1")
+    done = cli(*run, "--quiet", "say.py")
+    assert done.stdout == "" and [*map(without_time, done.stderr.splitlines())] == [
+        "succeeded: 2 workers",
+        f"runs/{cli.run_dir().name}",
+    ]
+
+
+def without_time(line: str) -> str:
+    return re.sub(r", \d+\.\d s$", "", line)
+
+
+def test_events_and_lines_must_be_printed_as_json_on_request(cli, nothing_left):
+    (cli.folder / "say.py").write_text("import os\nprint('hello', os.environ['API_TOKEN'])\n")
+    options = ("--progress", "json", "-e", "API_TOKEN=hunter2000", "--ranks", "1")
+    done = cli("run", "--engine", "process", "--trainers", "1", *options, "say.py")
+    rows = [*map(json.loads, done.stdout.splitlines())]
+    (line,) = (row for row in rows if "line" in row)
+    assert line.pop("time") > 1e9 and line == {"rank": 1, "node": "trainer-1", "line": "hello ***"}
+    names = [row["event"] for row in rows if "event" in row]
+    assert names[0] == "supervisor_started" and names[-1] == "job_ended" and "workers_started" in names
+
+
+def test_a_line_of_status_must_be_printed_from_time_to_time(paths, capsys, monkeypatch):
+
+    screen = PlainScreen(store.look(paths)[1], paths)
+    monkeypatch.setattr("orchestrate.view.folded.STATUS_INTERVAL", 0.0)
+    screen.refresh(lambda: {0: parse(TQDM.format(135))})
+    assert capsys.readouterr().err == ""  # it is too early
+    screen.due = 0.0
+    for _ in range(2):
+        screen.refresh(lambda: {0: parse(TQDM.format(135))})
+    assert capsys.readouterr().err == "a-1: step 135 of 270 (50%), 1:02 left, loss 0.25\n"  # once
+    (paths.shared / "metrics.jsonl").write_text('{"step": 200, "total_steps": 270, "loss": 0.125}\n')
+    screen.refresh(dict)
+    assert capsys.readouterr().err.startswith("a-1: step 200 of 270 (74%)")

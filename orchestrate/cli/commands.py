@@ -8,10 +8,9 @@ import dataclasses
 import json
 import os
 import signal
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from orchestrate import console, errors
@@ -20,16 +19,16 @@ from orchestrate.cli.find import find
 from orchestrate.console import out, print_message, stream
 from orchestrate.engines import choice
 from orchestrate.engines.choice import sdk
-from orchestrate.errors import OrchestrateError, ResourceError, UsageError
+from orchestrate.errors import OrchestrateError, UsageError
 from orchestrate.files import lock, records
 from orchestrate.files.paths import JobPaths
 from orchestrate.job import owners, store
 from orchestrate.job.outcomes import Outcome
 from orchestrate.job.report import text
 from orchestrate.job.spec import JobSpec
-from orchestrate.supervise import launch, stores
+from orchestrate.supervise import launch
 from orchestrate.supervise.generation import BY_MAX_RUN
-from orchestrate.view.screen import Screen
+from orchestrate.view.screen import Shown
 
 EXIT_CODES = {Outcome.SUCCEEDED: errors.SUCCEEDED, Outcome.FAILED: errors.FAILED, Outcome.LOST: errors.LOST}
 MAX_STOP_ATTEMPTS = 20  # attempts, 0.1 s apart, to verify the supervisor that holds a lock: it may be starting
@@ -45,24 +44,6 @@ def exit_code(data: dict[str, Any]) -> int:
     if data["outcome"] == Outcome.STOPPED:
         return errors.TIMED_OUT if data["reason"] == BY_MAX_RUN else errors.INTERRUPTED
     return EXIT_CODES[data["outcome"]]
-
-
-def output(args: argparse.Namespace) -> Callable[[str], None]:
-    """Return the function that prints worker output: to stdout unless `--print-path` or `--json` uses it."""
-    return print_message if args.print_path or args.json else stream
-
-
-def screen(args: argparse.Namespace, plan: Plan, paths: JobPaths) -> contextlib.AbstractContextManager[Screen]:
-    """Return what shows a job while it runs: the live view on a terminal, unless `--progress` says otherwise."""
-    if args.progress == "plain" or (args.progress == "auto" and not console.replaces(sys.stderr)):
-        return contextlib.nullcontext(Screen())
-    try:
-        from orchestrate.view.live import shown  # only here: it imports rich
-    except ImportError:
-        if args.progress == "tty":
-            raise ResourceError("--progress tty needs the package rich", "pip install rich") from None
-        return contextlib.nullcontext(Screen())
-    return shown(plan, paths)
 
 
 def end(args: argparse.Namespace, name: str, data: dict[str, Any]) -> int:
@@ -172,43 +153,6 @@ def rounds(args: argparse.Namespace, paths: JobPaths) -> Iterator[bool]:
         time.sleep(0.1)
 
 
-def attach(args: argparse.Namespace) -> int:
-    """Follow a job until it ends, supervise it if it has no supervisor, and print the report."""
-    paths = paths_of(args)
-    spec, plan = store.load(paths)
-    follower, show = launch.rest(paths, spec, plan), output(args)
-    following = False
-    while not (data := store.ended(paths)):
-        if supervisor := lock.holder(paths):
-            if not following:
-                print_message(f"following {paths.root.name}, supervised by {supervisor} (Ctrl-C detaches)")
-            following = True
-            with watching(paths.root.name):
-                for line in follower.lines():
-                    show(line)
-                console.progress(follower.progress(), show)
-                time.sleep(0.1)
-            continue
-        if store.ended(paths):
-            continue
-        stores.check(spec)  # before this process is responsible for the job
-        print_message(f"supervising {paths.root.name}")
-        engine = engine_of(spec, plan)
-        try:
-            with screen(args, plan, paths) as picture:
-                data = launch.supervise(paths, engine, count_signals(spec), print_message, follower, show, picture)
-            break
-        except BlockingIOError:  # another process took the lock first
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    if following:
-        for line in follower.lines(end=True):
-            show(line)
-    assert data
-    return end(args, paths.root.name, data)
-
-
 def wait(args: argparse.Namespace) -> int:
     """Wait until a job ends, and return its exit code."""
     paths = paths_of(args)
@@ -297,7 +241,8 @@ def _stop_unsupervised(paths: JobPaths, resources: list[tuple[Engine, str]]) -> 
         spec, plan = store.load(paths)
         engine = engine_of(spec, plan)
         more = count_signals(spec)
-        data = launch.supervise(paths, engine, lambda: 1 + more(), print_message, launch.rest(paths, spec, plan))
+        follower = launch.rest(paths, spec, plan)
+        data = launch.supervise(paths, engine, lambda: 1 + more(), Shown(print_message), follower)
     except (OrchestrateError, BlockingIOError):
         return _remove(paths, resources)
     if why := data["left_behind"]:
@@ -355,7 +300,6 @@ def print_schema(args: argparse.Namespace) -> int:
 BY_NAME = {
     "schema": print_schema,
     "down": down,
-    "attach": attach,
     "wait": wait,
     "stop": stop,
     "rm": rm,

@@ -3,42 +3,54 @@
 from __future__ import annotations
 
 import argparse
+import heapq
 import re
+import sys
+import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from functools import partial
+from typing import NamedTuple
 
 from orchestrate import console, errors
-from orchestrate.cli import commands
-from orchestrate.console import out, print_message
+from orchestrate.cli import commands, watch
+from orchestrate.console import print_message
 from orchestrate.errors import UsageError
+from orchestrate.files.paths import JobPaths
 from orchestrate.job import store
-from orchestrate.job.logs import Follower
-from orchestrate.supervise import launch
+from orchestrate.job.logs import Follower, Line
+from orchestrate.job.times import Times
+from orchestrate.view.printer import Printer, Style
 
-RANKS = re.compile(r"(\d{1,7})(?:-(\d{1,7}))?")
+
+class Timed(NamedTuple):
+    """A line and when it was read, in seconds since 1970."""
+
+    when: float
+    line: Line
 
 
 def show_logs(args: argparse.Namespace) -> int:
     """Print the output of workers: all of it, or what the options select; with `--follow`, until the job ends."""
     paths = commands.paths_of(args)
     spec, plan = store.look(paths)
-    prefixes = launch.prefixes(plan)
-    wanted = {args.rank} if args.rank is not None else _ranks(args.ranks) if args.ranks else prefixes.keys()
-    if unknown := sorted(wanted - prefixes.keys()):
-        raise UsageError(f"no rank {unknown[0]} in {paths.root.name}", f"its ranks are 0 to {len(prefixes) - 1}")
-    followers = [
-        Follower(paths, {rank: prefixes[rank] if args.rank is None else ""}, hide=spec.mask())
-        for rank in sorted(wanted)
-    ]
-    tail = args.tail
+    if args.rank is not None:
+        args.ranks = str(args.rank)
+    wanted = watch.ranks(args.ranks, len(plan.workers)) if args.ranks else range(len(plan.workers))
+    style = Style(timestamps=args.timestamps, colors=console.colors(sys.stdout), prefixes=args.rank is None)
+    printer, show = Printer(plan, style), partial(console.out, colored=True)
+    followers = [Follower(paths, [rank], hide=spec.mask(), colors=style.colors) for rank in sorted(wanted)]
+    times, tail = _times(args, paths), args.tail
     with commands.watching(paths.root.name):
         for running in commands.rounds(args, paths):
-            for follower in followers:
-                for line in _selected(follower.lines(end=not running), args.grep, tail):
-                    out(line)
-            tail = None  # later lines are new
+            streams = [_selected(follower, args, times, end=not running) for follower in followers]
+            if tail is not None:
+                streams = [iter(deque(stream, maxlen=tail)) for stream in streams]
+            for when, line in heapq.merge(*streams) if args.merge else (one for stream in streams for one in stream):
+                show(printer.text([line.rank], line.text, when))
+            tail, times = None, Times()  # later lines are new
             if running:
-                console.progress(next(filter(None, (follower.progress() for follower in followers)), ""), out)
+                console.progress(printer.bar({r: bar for f in followers for r, bar in f.bars().items()}), show)
     if args.follow and not store.ended(paths):
         commands.unsupervised(paths)
     elif all(follower.silent for follower in followers):
@@ -46,16 +58,26 @@ def show_logs(args: argparse.Namespace) -> int:
     return errors.SUCCEEDED
 
 
-def _selected(lines: Iterable[str], grep: re.Pattern[str] | None, tail: int | None) -> Iterable[str]:
-    found: Iterator[str] = (line for line in lines if grep is None or grep.search(line))
-    return found if tail is None else deque(found, maxlen=tail)
+def _times(args: argparse.Namespace, paths: JobPaths) -> Times:
+    """Return when lines were written, if an option asks for that; raises UsageError if it is not known."""
+    options = {"--since": args.since is not None, "--merge": args.merge, "--timestamps": args.timestamps}
+    if not any(options.values()):
+        return Times()
+    times = Times(paths.times)
+    if not times.notes and not args.follow:
+        flag = next(name for name, given in options.items() if given)
+        raise UsageError(f"{flag}: {paths.root.name} has no record of when its lines were written", "leave it out")
+    return times
 
 
-def _ranks(text: str) -> set[int]:
-    """Parse `0,3,8-15`; raises UsageError."""
-    found: set[int] = set()
-    for part in text.split(","):
-        if not (match := RANKS.fullmatch(part.strip())) or int(match[2] or match[1]) < int(match[1]):
-            raise UsageError(f"--ranks {text}: expected ranks such as 0,3 or 0-7", "python -m orchestrate logs --help")
-        found.update(range(int(match[1]), int(match[2] or match[1]) + 1))
-    return found
+def _selected(follower: Follower, args: argparse.Namespace, times: Times, end: bool) -> Iterator[Timed]:
+    """Yield the lines of a rank that the options select."""
+    grep: re.Pattern[str] | None = args.grep
+    now = time.time()
+    since = 0.0 if args.since is None else now - args.since
+    for line in follower.lines(end=end):
+        if grep and not grep.search(console.clean(line.text)):
+            continue
+        when = times.at(line.rank, line.offset) or now  # the last lines have not been noted yet
+        if when >= since:
+            yield Timed(when, line)

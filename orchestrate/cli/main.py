@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from orchestrate import console, errors
-from orchestrate.cli import cluster, commands, defaults, events, logs, prune, ps, report, resume
+from orchestrate.cli import attach, cluster, commands, defaults, events, logs, prune, ps, report, resume, watch
 from orchestrate.cli.arguments import flags, parse
 from orchestrate.cli.find import resolve_runs
 from orchestrate.cli.options import RUN_COMMANDS
@@ -30,7 +30,7 @@ from orchestrate.job.layers import read_file, read_set, resolve
 from orchestrate.job.plan import Inventory, Placement, plan, pluralize
 from orchestrate.job.redact import HIDDEN
 from orchestrate.job.spec import APP, JobSpec, unencodable
-from orchestrate.job.strict_yaml import shown
+from orchestrate.job.strict_yaml import shown as quoted
 from orchestrate.supervise import launch, stores
 from orchestrate.supervise.notify import is_url
 
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 BY_NAME = {
     **commands.BY_NAME,
+    "attach": attach.attach,
     "events": events.show_events,
     "logs": logs.show_logs,
     "prune": prune.prune,
@@ -156,7 +157,7 @@ def _export(args: argparse.Namespace, script: list[str] | None) -> int:
     form = args.form or forms[0]
     if form not in forms:
         hint = f"choose from {', '.join(forms)}" if forms[0] else "compose has no forms: remove --form"
-        raise UsageError(f"unknown form {shown(form)}", hint)
+        raise UsageError(f"unknown form {quoted(form)}", hint)
     spec = _spec(args, script)
     name = store.slug(spec)
     write = {"kubernetes": kubernetes, "slurm": slurm}
@@ -193,12 +194,13 @@ def _run(args: argparse.Namespace, script: list[str] | None) -> int:
     store.create(spec, job_plan, paths)
     if stdin:
         _write_stdin(stdin, paths)
-    print_message(str(job_plan))
+    if not watch.quiet(args):
+        print_message(str(job_plan))
     if args.detach:
         _detach(paths, args.shown)
         return errors.SUCCEEDED
-    with commands.screen(args, job_plan, paths) as screen:
-        data = launch.supervise(paths, engine, stops, print_message, output=commands.output(args), screen=screen)
+    with watch.shown(args, job_plan, paths) as shown:
+        data = launch.supervise(paths, engine, stops, shown)
     return commands.end(args, job_id, data)
 
 

@@ -180,7 +180,11 @@ def _add_job_commands(subparsers: Subparsers) -> None:
         if name in ("attach", "resume"):
             _add_stdout_options(command)
         if name == "logs":
-            command.add_argument("--ranks", metavar="N,N-N", help="print only the output of these ranks")
+            _add_ranks(command)
+            command.add_argument("--merge", action="store_true", help="sort the lines of all ranks by time")
+            command.add_argument(
+                "--since", type=_duration, metavar="DURATION", help="print only lines of the last 5m, for example"
+            )
             command.add_argument(
                 "--tail", type=_count, metavar="N", help="print only the last N lines of each rank, and what follows"
             )
@@ -262,10 +266,19 @@ def _add_stdout_options(command: argparse.ArgumentParser) -> None:
     group.add_argument("--json", action="store_true", help="print only the report to stdout, as JSON")
     command.add_argument(
         "--progress",
-        choices=("auto", "tty", "plain"),
+        choices=("auto", "tty", "plain", "json", "quiet"),
         default="auto",
-        help="how to show a running job: a live view on a terminal (tty), or lines (plain); default: auto",
+        help="how to show a running job: a live view on a terminal (tty), lines (plain), lines of JSON (json), or only "
+        "warnings and the result (quiet); default: auto",
     )
+    command.add_argument("-q", "--quiet", action="store_true", help="print only warnings and the result")
+    _add_ranks(command)
+
+
+def _add_ranks(command: argparse.ArgumentParser) -> None:
+    """Add the options that select and mark lines of workers."""
+    command.add_argument("--ranks", metavar="N,N-N", help="print only the output of these ranks")
+    command.add_argument("-t", "--timestamps", action="store_true", help="print the time of each line")
 
 
 def _add_runs(command: argparse.ArgumentParser) -> None:

@@ -7,7 +7,7 @@ import dataclasses
 import os
 import secrets
 
-from orchestrate.cli import commands
+from orchestrate.cli import commands, watch
 from orchestrate.console import print_message
 from orchestrate.engines.ports import port
 from orchestrate.errors import UsageError
@@ -58,11 +58,12 @@ def resume(args: argparse.Namespace) -> int:
     except BlockingIOError:
         _check(paths)
         raise
-    print_message(str(wanted))
+    if not watch.quiet(args):
+        print_message(str(wanted))
     follower = launch.rest(paths, spec, wanted, last=0)
-    stops, show = commands.count_signals(spec), commands.output(args)
-    with commands.screen(args, wanted, paths) as screen:
-        data = launch.supervise(paths, engine, stops, print_message, follower, show, screen)
+    stops = commands.count_signals(spec)
+    with watch.shown(args, wanted, paths) as shown:
+        data = launch.supervise(paths, engine, stops, shown, follower)
     return commands.end(args, name, data)
 
 

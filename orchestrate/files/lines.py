@@ -18,6 +18,8 @@ class Lines:
     def __init__(self) -> None:
         self.offset = 0
         self.partial = b""  # an incomplete line
+        self.start = 0  # offset of that line
+        self.begin = 0  # offset of the line that was returned last
 
     def skip(self, file: BinaryIO, last: int) -> None:
         """Skip to the first line that begins within the last `last` bytes of the file."""
@@ -27,19 +29,24 @@ class Lines:
     def new(self, file: BinaryIO, most: float = float("inf")) -> Iterator[bytes]:
         """Yield the lines since the last call, without line breaks, from about `most` bytes of the file."""
         while most > 0:
-            self.offset, chunk = data(file, self.offset, CHUNK)
+            self.offset, chunk = data(file, self.offset, int(min(CHUNK, most)))
             if not chunk:
                 return
+            if not self.partial:
+                self.start = self.offset
             self.offset += len(chunk)
             most -= len(chunk)
             *lines, self.partial = (self.partial + chunk).split(b"\n")
-            yield from lines
+            for line in lines:
+                self.begin, self.start = self.start, self.start + len(line) + 1
+                yield line
             if len(self.partial) >= MAX_LINE:
                 yield self.rest()
 
     def rest(self) -> bytes:
         """Return an incomplete last line."""
         rest, self.partial = self.partial, b""
+        self.begin, self.start = self.start, self.offset
         return rest
 
 

@@ -106,6 +106,11 @@ class JobPaths:
         return self.root / LOGS
 
     @property
+    def times(self) -> Path:
+        """When the lines of the logs were read, as JSON lines: how many bytes of which log."""
+        return self.root / "times.jsonl"
+
+    @property
     def fence(self) -> Path:
         """The fence: the generation whose workers may save, and start unless it is `over`."""
         return self.shared / FENCE

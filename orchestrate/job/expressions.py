@@ -10,11 +10,12 @@ REGEX_ERRORS = (re.error, RecursionError, OverflowError, MemoryError)
 MIN_CPU_SECONDS = 0.1  # seconds of CPU time that must be left to start a search
 
 
-def flaw(patterns: list[str]) -> str:
-    """Error of the first pattern that is not a valid regular expression; empty if all are valid."""
+def flaw(patterns: list[str], groups: int) -> str:
+    """Error of the first pattern that is not a valid regular expression with so many groups; empty if all are."""
     for pattern in patterns:
         try:
-            re.compile(pattern)
+            if re.compile(pattern).groups < groups:
+                return f"{pattern} has no group"
         except REGEX_ERRORS as error:
             return str(error) or type(error).__name__
     return ""

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from orchestrate.job import requirements
+from orchestrate.job.patterns import flaw
 from orchestrate.job.strict_yaml import shown
-from orchestrate.job.values import TEXT, VARIABLE, Schema, either, kind, list_of, matching
+from orchestrate.job.values import MAX_PATTERN, TEXT, VARIABLE, Schema, either, kind, list_of, matching
 
 
 @kind(list_of(TEXT))
@@ -107,6 +108,33 @@ def _option(content: Any) -> Any:
     if isinstance(content, list):
         return [str(item) for item in content]
     return content if content is None or isinstance(content, bool) else WORDS.get(str(content), str(content))
+
+
+METRIC = r"[A-Za-z][\w./ -]{0,40}"
+MAX_METRICS = 20
+
+
+@kind(
+    {
+        "type": "object",
+        "propertyNames": {"pattern": f"^{METRIC}$"},
+        "additionalProperties": {"type": "string", "maxLength": MAX_PATTERN},
+        "maxProperties": MAX_METRICS,
+    }
+)
+def metrics(value: Any) -> dict[str, str]:
+    """Regular expressions by the name of their metric, each with a group for its value."""
+    meaning = "a mapping of metrics to regular expressions with a group, such as {loss: 'loss=([0-9.]+)'}"
+    if (
+        not isinstance(value, Mapping)
+        or len(value) > MAX_METRICS
+        or not all(re.fullmatch(METRIC, str(name), re.ASCII) for name in value)
+        or not all(isinstance(one, str) and len(one) <= MAX_PATTERN for one in value.values())
+    ):
+        raise ValueError(f"{meaning}, at most {MAX_METRICS}")
+    if why := flaw(tuple(value.values()), groups=1):
+        raise ValueError(f"{meaning} ({why})")
+    return {str(name): one for name, one in value.items()}
 
 
 LABEL = r"[A-Za-z0-9](?:[A-Za-z0-9._/-]{0,250}[A-Za-z0-9])?"

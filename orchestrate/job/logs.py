@@ -1,11 +1,12 @@
-"""Worker output for display: read from the logs of ranks, with a prefix for each line, safe for a terminal."""
+"""Worker output for display: lines read from the logs of ranks, safe for a terminal."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
 
 from orchestrate import console
 from orchestrate.files.folder import Folder, regular
@@ -22,32 +23,46 @@ NOISE = re.compile(  # what torch's C++ code prints after an error
 MARK = b"[node] generation "  # start of the line that a node writes before the output of each later generation
 
 
-def clean(line: bytes) -> str:
-    """Decode a line: the final state of a progress bar, without terminal control sequences."""
+class Line(NamedTuple):
+    """A line of a worker's output."""
+
+    rank: int
+    text: str
+    offset: int  # of its first byte in the log
+
+
+def clean(line: bytes, colors: bool = False) -> str:
+    """Decode a line: the final state of a progress bar, without terminal control sequences except for colors."""
     text = line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace")
-    return console.clean(text)
+    return console.clean(text, colors)
 
 
 class Follower:
     """Reads new lines from the logs of one job."""
 
     def __init__(
-        self, paths: JobPaths, ranks: dict[int, str], marks: bool = True, hide: Callable[[str], str] = str
+        self,
+        paths: JobPaths,
+        ranks: Iterable[int],
+        marks: bool = True,
+        hide: Callable[[str], str] = str,
+        colors: bool = False,
     ) -> None:
-        """Read the logs of `ranks`, a mapping of each rank to the prefix of its lines.
+        """Read the logs of `ranks`.
 
-        `marks` includes the lines that mark a new generation; `hide` removes secrets from a line.
+        `marks` includes the lines that mark a new generation; `hide` removes secrets from a line; `colors` keeps the
+        sequences that set colors.
         """
-        self.paths, self.marks, self.hide = paths, marks, hide
+        self.paths, self.marks, self.hide, self.colors = paths, marks, hide, colors
         self.read: dict[int, Lines] = {}
         self.silent = True  # whether no worker has written anything yet
         self.heard: Callable[[int, str], None] = lambda rank, line: None  # gets each line of a worker
         self.follow(ranks)
 
-    def follow(self, ranks: dict[int, str]) -> None:
+    def follow(self, ranks: Iterable[int]) -> None:
         """Read these ranks from now on, each from its last position."""
-        self.ranks = ranks
-        self.read |= {rank: Lines() for rank in ranks.keys() - self.read.keys()}
+        self.ranks = sorted(ranks)
+        self.read |= {rank: Lines() for rank in self.ranks if rank not in self.read}
 
     def skip(self, last: int) -> None:
         """Skip existing output, except for the last lines of each log (at most `last` bytes)."""
@@ -55,13 +70,13 @@ class Follower:
             with contextlib.suppress(OSError), regular(_name(rank), folder) as file:
                 self.read[rank].skip(file, last)
 
-    def lines(self, end: bool = False, most: float = float("inf")) -> Iterator[str]:
+    def lines(self, end: bool = False, most: float = float("inf")) -> Iterator[Line]:
         """Yield the lines written since the last call, grouped by rank; `end` includes a last line without a newline.
 
         Reads about `most` bytes of each log.
         """
         for rank, folder in self._each():
-            read, prefix, last = self.read[rank], self.ranks[rank], end
+            read, last = self.read[rank], end
             with contextlib.suppress(OSError), regular(_name(rank), folder) as file:
                 for line in read.new(file, most):
                     mark = line.startswith(MARK)
@@ -70,19 +85,23 @@ class Follower:
                     if not mark:
                         self.heard(rank, text)
                     if self.marks or not mark:
-                        yield prefix + text
+                        yield Line(rank, self._colored(line, text), read.begin)
                 last = end and not data(file, read.offset, 1)[1]
             if last and read.partial:
-                yield prefix + self.hide(clean(read.rest()))
+                yield Line(rank, self._colored(line := read.rest(), self.hide(clean(line))), read.begin)
+
+    def _colored(self, line: bytes, text: str) -> str:
+        """Return a line with its colors; without, if they may be within a secret that `text` hides."""
+        return clean(line, self.colors) if self.colors and clean(line) == text else text
 
     def bars(self) -> dict[int, str]:
         """The progress bars of workers, by rank: unterminated lines with a carriage return."""
-        partial = {rank: self.read[rank].partial for rank in sorted(self.ranks)}
+        partial = {rank: self.read[rank].partial for rank in self.ranks}
         return {rank: self.hide(clean(text)) for rank, text in partial.items() if b"\r" in text}
 
-    def progress(self) -> str:
-        """The progress bar of the first worker that has one, with its prefix; empty if there is none."""
-        return next((self.ranks[rank] + bar for rank, bar in self.bars().items()), "")
+    def offsets(self) -> dict[int, int]:
+        """How many bytes of each log have been read."""
+        return {rank: read.offset for rank, read in self.read.items()}
 
     def _each(self) -> Iterator[tuple[int, int]]:
         """Each rank with a descriptor of the log folder; nothing if that folder does not exist."""
@@ -93,13 +112,6 @@ class Follower:
 
 def _name(rank: int) -> str:
     return os.path.basename(log(rank))
-
-
-def prefixes(nodes: dict[int, str]) -> dict[int, str]:
-    """Line prefix of each rank, all of one width; `nodes` maps each rank to the name of its node."""
-    names = {rank: f"{node} {rank}" for rank, node in nodes.items()}
-    width = max(map(len, names.values()), default=0)
-    return {rank: f"{name:<{width}} | " for rank, name in names.items()}
 
 
 def tail(folder: Folder, rank: int) -> str:

@@ -56,7 +56,10 @@ class Patterns:
 
 
 @functools.lru_cache(maxsize=8)  # a job file is checked key by key, and as a whole
-def flaw(patterns: tuple[str, ...]) -> str:
-    """Why patterns cannot be used: one is invalid, or together they take too long to compile; empty if they can."""
-    why = bounded.call(expressions.flaw, patterns, seconds=MAX_CPU_SECONDS) if patterns else ""
-    return f"compiling those of all rules takes more than {MAX_CPU_SECONDS} s; use simpler ones" if why is None else why
+def flaw(patterns: tuple[str, ...], groups: int = 0) -> str:
+    """Why patterns cannot be used: one is invalid or has fewer groups, or compiling all takes too long; empty if not.
+
+    Compiling takes place in a separate process with a time limit.
+    """
+    why = bounded.call(expressions.flaw, patterns, groups, seconds=MAX_CPU_SECONDS) if patterns else ""
+    return f"compiling all of them takes more than {MAX_CPU_SECONDS} s; use simpler ones" if why is None else why

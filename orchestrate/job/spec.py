@@ -143,6 +143,13 @@ class JobSpec:
     labels: dict[str, str] = _field(
         {}, inputs.labels, "labels of the job's containers, such as `{team: vision}`, for `docker ps --filter label=…`"
     )
+    metrics: dict[str, str] = _field(
+        {},
+        inputs.metrics,
+        "metrics in the [output](docs/watching.md#metrics) of rank 0: `{loss: 'loss=([0-9.]+)'}`, a regular expression "
+        "for each, whose first group is the value",
+        "what Trainer, tqdm, Lightning and Keras print",
+    )
     checkpoints: str = _field(
         "",
         values.STORAGE,

@@ -25,6 +25,7 @@ from orchestrate.node.local_env import local_env
 from orchestrate.node.loop import Channel, Loop
 from orchestrate.node.output import print_message
 from orchestrate.node.ranks import FENCE, Env, fence
+from orchestrate.node.status import StatusServer
 from orchestrate.node.traffic import Traffic
 from orchestrate.node.trees import clear, replace
 from orchestrate.node.warm import SUPPORTED, limits_and_priority
@@ -52,7 +53,7 @@ class Agent:
         self.alone = False  # whether only this node sees its job folder
         self.files = Files()
         self.lease: Lease | None = None
-        self.traffic = Traffic(loop, self._pids)
+        self.traffic, self.progress = Traffic(loop, self._pids), StatusServer(loop)
         self.bound: dict[str, tuple[os.stat_result, int]] = {}  # path of a socket: the file, and its mode
         self.limits_and_priority = limits_and_priority(os.getpid())
         self.idle_since = time.monotonic() + FIRST_JOB
@@ -194,6 +195,7 @@ class Agent:
 
         self._write_secrets(request.secrets or {})
         self._prepare(request, env)
+        env = env | self.progress.variables(env)
         worker: Worker | None = None
         started = lambda pid: self.report(protocol.Started(generation, rank, pid))  # noqa: E731
         worker = self.loop.start(request.command, env, request.cwd, done, started)
@@ -250,6 +252,7 @@ class Agent:
         """
         self.job, self.generation, self.workers, self.codes, self.hints = "", -1, {}, {}, {}
         self.traffic.forget()
+        self.progress.close()
         self.files, self.next = Files(), None  # what was uploaded may have been changed
         if self.lease:
             self.lease.end()

@@ -23,8 +23,9 @@ from orchestrate.job.redact import Mask, redacted
 from orchestrate.job.spec import FIELDS, JobSpec
 from orchestrate.pages.curves import Curve, Progress, progress
 from orchestrate.pages.spans import ENDING, RESTARTING, STARTING, STOPPED, WORKING, Span, spans
-from orchestrate.view.progress import MAX_LINE, parse
+from orchestrate.view.progress import MAX_LINE, Reader
 
+FEW = 10  # points in metrics.jsonl; of curves with fewer, the log may have more
 MAX_LOG = 4 << 20  # first bytes of a log that are searched for metrics
 LOST = {
     STARTING: "starting nodes and workers",
@@ -116,8 +117,11 @@ def load(paths: JobPaths, report: dict[str, Any] | None = None) -> Run:
     mask = spec.mask()
     found = progress(_rows(paths), int(data["generations"]))
     curves, axis = found.drawn(mask), "step" if found.numbered else "order in metrics.jsonl"
-    if not curves:
-        curves, axis = progress(_printed(paths, mask)).drawn(), "order in the log"
+    points = max(map(len, curves.values()), default=0)
+    if points < FEW:
+        printed = progress(_printed(paths, mask, Reader(spec.metrics)), int(data["generations"]))
+        if max(map(len, printed.drawn().values()), default=0) > points:
+            curves, axis = printed.drawn(), "step" if printed.numbered else "order in the log"
     verified = store.history(paths) if records.find(paths.root) else []  # a copied job has no key for its events
     command = shlex.join(map(mask, plan.command))
     return Run(
@@ -138,14 +142,14 @@ def _rows(paths: JobPaths) -> Iterator[dict[str, Any]]:
         yield from measurements(last(file, MAX_METRICS))
 
 
-def _printed(paths: JobPaths, mask: Mask) -> Iterator[dict[str, Any]]:
+def _printed(paths: JobPaths, mask: Mask, reader: Reader) -> Iterator[dict[str, Any]]:
     """Yield the metrics in the log of rank 0: in each state of a progress bar, and in lines."""
     with contextlib.suppress(OSError), paths.folder.open(log(0)) as file:
         read = Lines()
         for line in [*read.new(file, MAX_LOG), read.rest()]:
             for state in mask(line.decode(errors="replace")).split("\r"):
-                if found := parse(state[-MAX_LINE:]):
-                    yield {name: value for name, value in found.metrics.items() if name != "step"}
+                if found := reader.parse(state[-MAX_LINE:]):
+                    yield found.metrics if found.bar or found.step is None else {**found.metrics, "step": found.step}
 
 
 def _set(spec: JobSpec, mask: Mask) -> dict[str, str]:

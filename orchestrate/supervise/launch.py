@@ -8,46 +8,40 @@ import json
 import logging
 import os
 import platform
-import queue
 import shutil
-import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from orchestrate import __version__
-from orchestrate.console import phase, progress
+from orchestrate.console import phase
 from orchestrate.engines.base import Engine
 from orchestrate.errors import OrchestrateError, UsageError
 from orchestrate.files import folder, lock, log_file, records
 from orchestrate.files.paths import JobPaths
-from orchestrate.job import logs, report, store, strict_yaml
+from orchestrate.job import report, store, strict_yaml
 from orchestrate.job.events import OURS, Event, JobEnded, NodesDown, SupervisorStarted, WorkersStarted
+from orchestrate.job.logs import Follower
 from orchestrate.job.outcomes import JobResult, Outcome
 from orchestrate.job.plan import Plan
 from orchestrate.job.recorder import Recorder
 from orchestrate.job.redact import Mask
 from orchestrate.job.spec import JobSpec
+from orchestrate.job.times import Clock
 from orchestrate.node.command import of_python
 from orchestrate.supervise.job_files import JobFiles
 from orchestrate.supervise.notify import Notifier
+from orchestrate.supervise.output import Output, listen
 from orchestrate.supervise.stores import Stores
 from orchestrate.supervise.supervisor import Supervisor
-from orchestrate.view.screen import Screen
+from orchestrate.view.progress import Reader
+from orchestrate.view.screen import Shown
 
 log = logging.getLogger(__name__)
 
 SHELLS = ("sh", "bash", "zsh")
-LOG_INTERVAL = (0.05, 0.25)  # seconds between reads of the logs, while workers write and while they are silent
-MAX_LOG_READ = 1 << 20  # bytes of each log per read, before the supervisor's own lines are shown
-MAX_SHOW_SECONDS = 1.0  # seconds to show the lines of one read, before the supervisor's own
 LAST_OUTPUT = 4096  # bytes of earlier output of each rank that `attach` shows
-LAST_LINES_TIMEOUT = 10.0  # seconds to show the remaining output at the end of a job
-NOTHING = Screen()
-READER_TIMEOUT = 60.0  # seconds for a slow reader of our output to take the last lines
 
 
 def check_script(spec: JobSpec) -> JobSpec:
@@ -118,16 +112,14 @@ def supervise(
     paths: JobPaths,
     engine: Engine,
     stops: Callable[[], int],
-    show: Callable[[str], None],
-    follower: logs.Follower | None = None,
-    output: Callable[[str], None] | None = None,
-    screen: Screen = NOTHING,
+    shown: Shown,
+    follower: Follower | None = None,
 ) -> dict[str, Any]:
     """Run a job from its current state to its end, and return the report.
 
-    `stops()` returns the number of stop requests so far. `show` gets messages, `output` gets worker output (default:
-    `show`), and `follower` continues where logs were last shown (default: at their start). `screen` shows a picture of
-    the job. Raises OrchestrateError if the job could not start, and BlockingIOError if another process supervises it.
+    `stops()` returns the number of stop requests so far. `follower` continues where logs were last shown (default: at
+    their start). Raises OrchestrateError if the job could not start, and BlockingIOError if another process supervises
+    it.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(lock.held(paths))
@@ -136,38 +128,37 @@ def supervise(
         stack.enter_context(log_file.kept(paths.orchestrate_log, hide))
         log.info("orchestrate %s, Python %s, %s", __version__, platform.python_version(), platform.platform())
         seen = _take_cluster(paths, stack) or paths.shared
-        follower = follower or logs.Follower(paths, prefixes(plan), hide=hide)
-        follower.follow(prefixes(plan))
-        follower.marks, follower.heard = False, screen.heard  # the supervisor announces generations itself
+        follower, files = follower or rest(paths, spec, plan, None), JobFiles(paths, hide)
+        refresh = listen(follower, Reader(spec.metrics), shown.screen, files.heard)
+        output = Output(follower, plan, shown, Clock(paths.times), refresh)
         notifier, failure = Notifier(spec.on_event, plan.job_id, str(paths.root)), None
-        with _following(follower, show, output or show, screen) as in_turn:
+        with output.following():
 
             def show_event(event: Event) -> None:
-                for take in (partial(log.info, "%s"), screen.event, notifier.event):
+                for take in (partial(log.info, "%s"), shown.screen.event, notifier.event):
                     take(event)
                 if (text := report.phase(event)) is not None:
                     late = isinstance(event, WorkersStarted)  # a worker may have written before the others started
-                    in_turn(lambda: phase(text if follower.silent or not late else ""))
+                    output.in_turn(lambda: phase(text if follower.silent or not late else ""))
                 if message := report.line(event):
-                    in_turn(partial(show, message))
+                    output.in_turn(partial(shown.message, message))
 
             def save_plan(plan: Plan) -> None:
                 store.keep(paths, plan)
-                follower.follow(prefixes(plan))
-                screen.planned(plan)
+                output.planned(plan)
+                shown.screen.planned(plan)
 
             emit = recorder(paths, show_event, hide=hide)
             emit(SupervisorStarted(plan.job_id))
-            files = JobFiles(paths, hide)
             stores = _stores(spec, paths, stops, emit)
-            supervisor = Supervisor(spec, plan, seen, engine, emit, stops, files, save_plan, stores, screen)
+            supervisor = Supervisor(spec, plan, seen, engine, emit, stops, files, save_plan, stores, shown.screen)
             try:
                 result = supervisor.supervise()
             except OrchestrateError as error:
                 log.info("the job could not start or continue", exc_info=True)
                 result, failure = JobResult(Outcome.FAILED, supervisor.failure_reason(error)), error
         data = _end(supervisor, result, files, stores, hide)
-        _finish(files, data, stores, show)
+        _finish(files, data, stores, shown.message)
         notifier.close()
     if failure:
         raise failure
@@ -252,74 +243,9 @@ def _finish(files: JobFiles, data: dict[str, Any], stores: Stores, show: Callabl
             show(f"warning: could not finish all files of {paths.root}: {error}")
 
 
-def prefixes(plan: Plan) -> dict[int, str]:
-    """Return the output prefix of each rank."""
-    return logs.prefixes({worker.rank: worker.node for worker in plan.workers})
-
-
-def rest(paths: JobPaths, spec: JobSpec, plan: Plan, last: int = LAST_OUTPUT) -> logs.Follower:
-    """Return a follower of worker output, starting with its last lines: at most `last` bytes for each rank."""
-    follower = logs.Follower(paths, prefixes(plan), hide=spec.mask())
-    follower.skip(last)
+def rest(paths: JobPaths, spec: JobSpec, plan: Plan, last: int | None = LAST_OUTPUT) -> Follower:
+    """Return a follower of worker output, starting with its last lines: at most `last` bytes for each rank, or all."""
+    follower = Follower(paths, [worker.rank for worker in plan.workers], hide=spec.mask())
+    if last is not None:
+        follower.skip(last)
     return follower
-
-
-@contextmanager
-def _following(
-    follower: logs.Follower, show: Callable[[str], None], output: Callable[[str], None], screen: Screen
-) -> Iterator[Callable[[Callable[[], None]], None]]:
-    """Pass worker output to `output` as it arrives, and all of it before the context exits.
-
-    Yields a function that queues other output, to be shown in order. One thread shows everything, so that a reader that
-    blocks does not block the supervisor.
-    """
-    wake, done = threading.Event(), threading.Event()
-    queued: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-    remaining: Iterator[str] = iter(())  # lines of a read that took too long to show
-
-    def catch_up(end: bool = False) -> int:
-        nonlocal remaining
-        shown = count = queued.qsize()
-        until, fresh = time.monotonic() + MAX_SHOW_SECONDS, False
-        while True:  # worker output from before the queued messages
-            if (line := next(remaining, None)) is not None:
-                phase("")
-                output(line)
-                shown += 1
-                if time.monotonic() > until:
-                    break
-            elif fresh:
-                break
-            else:
-                remaining, fresh = follower.lines(end, MAX_LOG_READ), True
-        for _ in range(count):
-            queued.get()()
-        if bar := follower.progress():
-            progress(bar, output)
-        screen.refresh(follower.bars())
-        return shown
-
-    def follow() -> None:
-        pause = LOG_INTERVAL[0]
-        while not done.is_set():
-            wake.wait(pause)
-            wake.clear()
-            pause = LOG_INTERVAL[0] if catch_up() else min(LOG_INTERVAL[1], 1.5 * pause)
-        until = time.monotonic() + LAST_LINES_TIMEOUT
-        while catch_up(end=True):
-            if time.monotonic() > until:
-                return show(f"warning: some worker output was not shown: see {follower.paths.logs}")
-
-    def in_turn(action: Callable[[], None]) -> None:
-        queued.put(action)
-        wake.set()  # show it before the next generation's output
-
-    thread = threading.Thread(target=follow, daemon=True)
-    thread.start()
-    try:
-        yield in_turn
-    finally:
-        done.set()
-        wake.set()
-        thread.join(READER_TIMEOUT)
-        phase("")

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import ast
+import logging
+import math
 import re
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+log = logging.getLogger(__name__)
 
 MAX_LINE = 2000  # characters that are searched; bars and metrics are shorter
 NUMBER = r"[0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?"
@@ -18,6 +24,9 @@ FLAT = re.compile(r"\{[^(\[{}]*\}")  # a dict without nested values, which Pytho
 PAIR = re.compile(rf"\b([A-Za-z][\w./]{{0,40}}) ?[=:] ?(-?{NUMBER})(?![\w.%])")
 FACTORS = {"": 1, "k": 1000, "M": 1_000_000, "G": 1_000_000_000}
 NAMES = ("loss", "acc", "lr", "perplexity", "ppl")  # parts of the names of metrics in text that is not a bar
+STEP, TOTAL = ("step", "global_step", "current_step"), ("total_steps", "max_steps")  # metrics that are no metrics
+MAX_STEP = 1 << 53  # beyond which not every float is a whole number
+SEARCH_SECONDS = 0.1  # for one pattern in one line
 
 
 @dataclass(frozen=True)
@@ -29,6 +38,7 @@ class Progress:
     seconds_left: float | None = None
     step_seconds: float | None = None
     metrics: dict[str, float] = field(default_factory=dict)
+    bar: bool = False  # whether `step` is the position of a progress bar, possibly one of several
 
     @property
     def fraction(self) -> float | None:
@@ -43,9 +53,57 @@ def parse(line: str) -> Progress | None:
     if bars:
         return _of_bar(bars[-1])
     if FLAT.fullmatch(line) and (found := _of_dict(line)):
-        return Progress(metrics=found)
+        return _of_metrics(found)
     pairs = {name: float(value) for name, value in PAIR.findall(line) if any(part in name.lower() for part in NAMES)}
     return Progress(metrics=pairs) if pairs else None
+
+
+class Reader:
+    """Reads lines with the patterns of `metrics` in a job file; without patterns, as `parse` does."""
+
+    def __init__(self, patterns: Mapping[str, str]) -> None:
+        """`patterns` are regular expressions by the name of their metric, which is the first group."""
+        self.patterns: dict[str, Any] = {}
+        if patterns:
+            import regex  # only here: it takes time to import; unlike in `re`, a search can be limited in time
+
+            self.patterns = {name: regex.compile(pattern, regex.VERSION0) for name, pattern in patterns.items()}
+
+    def parse(self, line: str) -> Progress | None:
+        """Return what a line says, as `parse` does; with patterns, its metrics are those that they find."""
+        found = parse(line)
+        if not self.patterns:
+            return found
+        metrics = {name: value for name in [*self.patterns] if (value := self._search(name, line)) is not None}
+        if not found:
+            return _of_metrics(metrics) if metrics else None
+        own = _of_metrics(metrics)
+        if own.step is None:
+            return replace(found, metrics=own.metrics)
+        return replace(found, metrics=own.metrics, step=own.step, total=own.total, bar=False)
+
+    def _search(self, name: str, line: str) -> float | None:
+        try:
+            match = self.patterns[name].search(line[-MAX_LINE:], timeout=SEARCH_SECONDS)
+            value = float(match[1].replace(",", "")) if match and match[1] else math.nan
+        except ValueError:  # the group is not a number
+            return None
+        except (TimeoutError, MemoryError, RecursionError):
+            log.warning("the pattern of the metric %s is ignored from now on: a search took too long", name)
+            del self.patterns[name]
+            return None
+        return value if math.isfinite(value) else None
+
+
+def _of_metrics(found: Mapping[str, float]) -> Progress:
+    """Return metrics by name, among which may be the step."""
+    numbers = {name: value for name, value in found.items() if name not in (*STEP, *TOTAL)}
+    step, total = (_whole(next((found[name] for name in names if name in found), None)) for names in (STEP, TOTAL))
+    return Progress(step=step, total=total, metrics=numbers)
+
+
+def _whole(number: float | None) -> int | None:
+    return int(number) if number is not None and 0 <= number < MAX_STEP else None
 
 
 def _of_bar(bar: re.Match[str]) -> Progress:
@@ -57,6 +115,7 @@ def _of_bar(bar: re.Match[str]) -> Progress:
         seconds_left=None if left == "?" else _seconds(left),
         step_seconds=(rate_value if inverse else 1 / rate_value) if rate_value else None,
         metrics={name: float(value) for name, value in PAIR.findall(rest) if name != "v_num"},
+        bar=True,
     )
 
 

@@ -10,18 +10,17 @@ from rich.table import Table
 from rich.text import Text
 
 from orchestrate.job.limits import format_bytes
-from orchestrate.view.state import IDLE, SHOWN_METRICS, Rank, View, worst_first
+from orchestrate.view.state import IDLE, SHOWN_METRICS, Rank, View, clock, seconds_left, worst_first
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 MIN_ROWS = 2  # ranks that are shown on the smallest terminal
 NARROW, WIDE = 60, 100  # columns of the terminal
 SPARK = 12  # characters of a sparkline
 STYLES = {"failed": "bold red", "stopping": "yellow", "running": "green", "succeeded": "green", "waiting": "dim"}
-KEYS = "Ctrl-C stops the job; closing the terminal does not"
 
 
-def picture(view: View, now: float, width: int, height: int) -> RenderableType:
-    """Draw a job on `width` columns, and at most half of `height` lines."""
+def picture(view: View, now: float, width: int, height: int, keys: str = "") -> RenderableType:
+    """Draw a job on `width` columns, and at most half of `height` lines; `keys` describes what Ctrl-C does."""
     room = max(MIN_ROWS, height // 2 - 4 - len(view.events))
     parts: list[RenderableType] = [_head(view, now, width)]
     if bar := _bar(view, width):
@@ -32,7 +31,7 @@ def picture(view: View, now: float, width: int, height: int) -> RenderableType:
     if left := len(ranks) - len(shown):
         parts.append(Text(f"  and {left} more like these", style="dim"))
     parts += [Text(f"  {seconds:7.1f} s  {text}", no_wrap=True, overflow="ellipsis") for seconds, text in view.events]
-    parts.append(Text(KEYS, style="dim", no_wrap=True, overflow="ellipsis"))
+    parts.append(Text(keys, style="dim", no_wrap=True, overflow="ellipsis"))
     return Group(*parts)
 
 
@@ -56,9 +55,7 @@ def _bar(view: View, width: int) -> RenderableType | None:
         return None
     if not progress.total:
         return Text(f"step {progress.step:,}")
-    left = progress.seconds_left
-    if left is None and view.lead.paces:
-        left = (progress.total - progress.step) * sum(view.lead.paces) / len(view.lead.paces)
+    left = seconds_left(view.lead)
     row = Table.grid(padding=(0, 1))
     tail = f"{100 * (progress.fraction or 0):.0f}%" + (f"  {clock(left)} left" if left is not None else "")
     steps = f"step {progress.step:,} of {progress.total:,}"
@@ -98,13 +95,3 @@ def spark(values: Sequence[float]) -> str:
     last = list(values)[-SPARK:]
     most = max(last, default=0.0)
     return "".join(BLOCKS[min(7, int(8 * value / most))] if most else BLOCKS[0] for value in last)
-
-
-def clock(seconds: float) -> str:
-    """Format a duration: `7 s`, `2:05`, `1:02:05`."""
-    whole = max(0, int(seconds))
-    if whole < 60:
-        return f"{whole} s"
-    minutes, rest = divmod(whole, 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

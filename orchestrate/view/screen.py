@@ -1,12 +1,15 @@
-"""The interface through which a supervisor reports the progress of a job for display."""
+"""Where a supervisor shows a job: messages, the output of workers, and its state."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from orchestrate.job.events import Event
 from orchestrate.job.outcomes import Activity
 from orchestrate.job.plan import Plan
+from orchestrate.view.printer import Style
+from orchestrate.view.progress import Progress
 
 
 class Screen:
@@ -21,8 +24,23 @@ class Screen:
     def event(self, event: Event) -> None:
         """Take an event."""
 
-    def heard(self, rank: int, line: str) -> None:
-        """Take a line that a worker has written."""
+    def heard(self, rank: int, found: Progress | None) -> None:
+        """Take a line that a worker has written: what it says about its progress."""
 
-    def refresh(self, bars: Mapping[int, str]) -> None:
-        """Draw again; `bars` are progress bars by rank, which are not in any line yet."""
+    def refresh(self, bars: Callable[[], Mapping[int, Progress | None]]) -> None:
+        """Draw again; `bars` returns the progress bars by rank, which are not in any line yet."""
+
+
+@dataclass(frozen=True)
+class Shown:
+    """Where everything about a job is shown."""
+
+    message: Callable[[str], None]  # gets the supervisor's messages
+    output: Callable[[str], None] | None = None  # gets the lines of workers; as `message` if it is None
+    style: Style = Style()  # of these lines
+    screen: Screen = field(default_factory=Screen)
+
+    @property
+    def show(self) -> Callable[[str], None]:
+        """Return what gets the lines of workers."""
+        return self.output or self.message

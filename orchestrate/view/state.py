@@ -13,7 +13,7 @@ from orchestrate.job.events import Event
 from orchestrate.job.metrics import MAX_NUMBER
 from orchestrate.job.outcomes import Activity
 from orchestrate.job.plan import Plan
-from orchestrate.view.progress import Progress, parse
+from orchestrate.view.progress import Progress
 
 PACES = 30  # steps whose duration is kept for each rank
 EVENTS = 4  # that are shown
@@ -43,10 +43,10 @@ class Rank:
         """Seconds since it last did something, if it is running."""
         return max(0.0, now - self.heard) if self.state == "running" and self.heard else 0.0
 
-    def line(self, text: str, now: float) -> None:
-        """Take a line or a bar that it has written."""
+    def hear(self, found: Progress | None, now: float) -> None:
+        """Take a line or a bar that it has written: what it says about its progress."""
         self.heard = now
-        if found := parse(text):
+        if found:
             self.take(found, now)
 
     def take(self, found: Progress, now: float) -> None:
@@ -141,3 +141,34 @@ def worst_first(ranks: Mapping[int, Rank], now: float) -> list[Rank]:
         return rank.state != "failed", rank.idle(now) < IDLE, step if step is not None else 1 << 62, rank.number
 
     return sorted(ranks.values(), key=key)
+
+
+def seconds_left(rank: Rank) -> float | None:
+    """Return the seconds until a worker's last step, as it reports them or by its pace; None if unknown."""
+    progress = rank.progress
+    if progress.seconds_left is None and progress.step is not None and progress.total and rank.paces:
+        return (progress.total - progress.step) * sum(rank.paces) / len(rank.paces)
+    return progress.seconds_left
+
+
+def status(view: View) -> str:
+    """Return the progress of a job in one line: steps, time left, metrics; empty if nothing is known."""
+    lead = view.lead
+    progress, parts = lead.progress, []
+    if progress.step is not None:
+        done = f" of {progress.total:,} ({100 * (progress.fraction or 0):.0f}%)" if progress.total else ""
+        parts.append(f"step {progress.step:,}{done}")
+        if (left := seconds_left(lead)) is not None:
+            parts.append(f"{clock(left)} left")
+    metrics = lead.progress.metrics or (view.ranks[0].progress.metrics if 0 in view.ranks else {})
+    return ", ".join([*parts, *(f"{name} {value:.4g}" for name, value in [*metrics.items()][:SHOWN_METRICS])])
+
+
+def clock(seconds: float) -> str:
+    """Format a duration: `7 s`, `2:05`, `1:02:05`."""
+    whole = max(0, int(seconds))
+    if whole < 60:
+        return f"{whole} s"
+    minutes, rest = divmod(whole, 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

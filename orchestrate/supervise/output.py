@@ -1,0 +1,129 @@
+"""The output of workers while a job runs: read, searched for progress, noted with its time, and shown in turn."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from orchestrate.console import phase, progress
+from orchestrate.job.logs import Follower
+from orchestrate.job.plan import Plan
+from orchestrate.job.times import Clock
+from orchestrate.view.printer import Printer
+from orchestrate.view.progress import Progress, Reader
+from orchestrate.view.screen import Screen, Shown
+
+log = logging.getLogger(__name__)
+
+INTERVAL = (0.05, 0.25)  # seconds between reads of the logs, while workers write and while they are silent
+MAX_READ, MIN_READ = 1 << 20, 8 << 10  # bytes of all logs, and at least of each, per read
+MAX_SHOW_SECONDS = 1.0  # seconds to show the lines of one read, before the supervisor's own
+LAST_LINES_TIMEOUT = 10.0  # seconds to show the remaining output at the end of a job
+READER_TIMEOUT = 60.0  # seconds for a slow reader of our output to take the last lines
+
+
+def listen(
+    follower: Follower, reader: Reader, screen: Screen, took: Callable[[Progress], None] = lambda found: None
+) -> Callable[[], None]:
+    """Pass progress in the workers' output to `screen`, and that of rank 0 to `took`.
+
+    Returns a function that refreshes the screen, with the current progress bars.
+    """
+
+    def heard(rank: int, line: str) -> None:
+        screen.heard(rank, found := reader.parse(line))
+        if rank == 0 and found:
+            took(found)
+
+    follower.heard = heard
+    return lambda: screen.refresh(lambda: {rank: reader.parse(bar) for rank, bar in follower.bars().items()})
+
+
+def texts(follower: Follower, printer: Printer, end: bool) -> Iterator[str]:
+    """Yield the next part of the workers' output."""
+    most = MAX_READ if len(follower.ranks) < 2 else max(MIN_READ, MAX_READ // len(follower.ranks))
+    return printer.texts(follower.lines(end, most), time.time())
+
+
+class Output:
+    """Shows the output of workers, and the supervisor's messages between the lines before and after them."""
+
+    def __init__(self, follower: Follower, plan: Plan, shown: Shown, clock: Clock, refresh: Callable[[], None]) -> None:
+        """`refresh` is called after each read."""
+        self.follower, self.shown, self.clock, self.refresh = follower, shown, clock, refresh
+        self.printer = Printer(plan, shown.style)
+        # The supervisor announces generations itself.
+        follower.marks, follower.colors = False, shown.style.colors
+        self.queued: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self.wake, self.done = threading.Event(), threading.Event()
+        self.remaining: Iterator[str] = iter(())  # lines of a read that took too long to show
+
+    def planned(self, plan: Plan) -> None:
+        """Take the plan of a generation."""
+        self.follower.follow(worker.rank for worker in plan.workers)
+        self.printer.planned(plan)
+
+    def in_turn(self, action: Callable[[], None]) -> None:
+        """Queue other output, to be shown after the lines that workers have written so far."""
+        self.queued.put(action)
+        self.wake.set()  # show it before the next generation's output
+
+    @contextlib.contextmanager
+    def following(self) -> Iterator[None]:
+        """Show output as it arrives, and all of it before the context exits.
+
+        One thread shows everything, so that a reader that blocks does not block the supervisor.
+        """
+        thread = threading.Thread(target=self._follow, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            self.done.set()
+            self.wake.set()
+            thread.join(READER_TIMEOUT)
+            phase("")
+
+    def _follow(self) -> None:
+        pause = INTERVAL[0]
+        while not self.done.is_set():
+            self.wake.wait(pause)
+            self.wake.clear()
+            pause = INTERVAL[0] if self._catch_up() else min(INTERVAL[1], 1.5 * pause)
+        until = time.monotonic() + LAST_LINES_TIMEOUT
+        while self._catch_up(end=True):
+            if time.monotonic() > until:
+                return self.shown.message(f"warning: some worker output was not shown: see {self.follower.paths.logs}")
+
+    def _catch_up(self, end: bool = False) -> int:
+        """Show what workers have written, and then what was queued before; return how much that was."""
+        shown = count = self.queued.qsize()
+        until, fresh = time.monotonic() + MAX_SHOW_SECONDS, False
+        while True:
+            if (line := next(self.remaining, None)) is not None:
+                phase("")
+                self.shown.show(line)
+                shown += 1
+                if time.monotonic() > until:
+                    break
+            elif fresh:
+                break
+            else:
+                self.remaining, fresh = texts(self.follower, self.printer, end), True
+        self._note(end)
+        for _ in range(count):
+            self.queued.get()()
+        if bar := self.printer.bar(self.follower.bars()):
+            progress(bar, self.shown.show)
+        self.refresh()
+        return shown
+
+    def _note(self, end: bool) -> None:
+        try:
+            self.clock.note(self.follower.offsets(), end)
+        except OSError as error:
+            log.debug("no times of lines: %s", error)

@@ -1,0 +1,92 @@
+"""Screens that keep the state of the job: events, progress in the output, and metrics."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from orchestrate.console import print_message
+from orchestrate.files.lines import Lines
+from orchestrate.files.paths import METRICS, JobPaths
+from orchestrate.job.events import Event
+from orchestrate.job.metrics import measurements
+from orchestrate.job.outcomes import Activity
+from orchestrate.job.plan import Plan
+from orchestrate.view.progress import Progress
+from orchestrate.view.screen import Screen
+from orchestrate.view.state import View, status
+
+MAX_METRICS = 1 << 20  # bytes that are read at a time
+STATUS_INTERVAL = 60.0  # seconds between two lines of status
+
+
+class Folded(Screen):
+    """Folds everything into a View."""
+
+    def __init__(self, plan: Plan, paths: JobPaths) -> None:
+        """`paths` are the files of the job, whose metrics are read."""
+        self.view, self.paths, self.metrics = View(plan, time.monotonic()), paths, Lines()
+        self.lock = threading.RLock()
+
+    def planned(self, plan: Plan) -> None:
+        """Take the plan of the next generation."""
+        with self.lock:
+            self.view.planned(plan)
+
+    def event(self, event: Event) -> None:
+        """Take an event."""
+        with self.lock:
+            self.view.event(event, time.monotonic())
+
+    def heard(self, rank: int, found: Progress | None) -> None:
+        """Take a line that a worker has written: what it says about its progress."""
+        with self.lock:
+            if rank in self.view.ranks:
+                self.view.ranks[rank].hear(found, time.monotonic())
+
+    def activity(self, found: Mapping[int, Activity]) -> None:
+        """Take what the workers are doing."""
+        with self.lock:
+            self.view.activity(found, time.monotonic())
+
+    def catch_up(self, bars: Mapping[int, Progress | None]) -> None:
+        """Take progress bars, and what the script has written to metrics.jsonl since the last call."""
+        with self.lock:
+            self._measure()
+            for rank, found in bars.items():
+                self.heard(rank, found)
+                self.view.enter("", time.monotonic())
+
+    def _measure(self) -> None:
+        """Read what the script has written to metrics.jsonl since the last call."""
+        with contextlib.suppress(OSError), self.paths.folder.open(METRICS) as file:
+            last: dict[str, Any] = {}
+            for values in measurements(self.metrics.new(file, MAX_METRICS)):
+                last |= values
+            if last:
+                self.view.measure(last, time.monotonic())
+                self.view.enter("", time.monotonic())  # the workers are working
+
+
+class PlainScreen(Folded):
+    """Prints a line of status from time to time."""
+
+    def __init__(self, plan: Plan, paths: JobPaths) -> None:
+        """`paths` are the files of the job, whose metrics are read."""
+        super().__init__(plan, paths)
+        self.printed, self.due = "", time.monotonic() + STATUS_INTERVAL
+
+    def refresh(self, bars: Callable[[], Mapping[int, Progress | None]]) -> None:
+        """Print the status, if it is time and it has changed."""
+        if time.monotonic() < self.due:
+            return
+        self.due = time.monotonic() + STATUS_INTERVAL
+        self.catch_up(bars())
+        with self.lock:
+            text = status(self.view)
+        if text and text != self.printed:
+            self.printed = text
+            print_message(f"{self.view.job_id}: {text}")

@@ -1,0 +1,133 @@
+"""The output of workers must be shown completely, in order, and short."""
+
+import json
+import re
+from collections import defaultdict
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.plans import HERE, plan
+
+from orchestrate import console
+from orchestrate.job.logs import Follower, Line
+from orchestrate.job.spec import JobSpec
+from orchestrate.job.times import INTERVALS, Clock, Times
+from orchestrate.view.printer import Printer, Style, brief, merged
+
+
+def printer(trainers: int, nproc: int = 1, **style) -> Printer:
+    return Printer(plan(JobSpec(trainers=trainers, nproc_per_node=nproc), HERE, "digits-4f2a"), Style(**style))
+
+
+def lines(*texts: tuple[int, str]) -> list[Line]:
+    return [Line(rank, text, 0) for rank, text in texts]
+
+
+def test_lines_must_have_the_rank_as_prefix_and_the_node_only_if_that_says_more():
+    assert [*printer(10).texts(lines((2, "a"), (10, "b")))] == ["[ 2] a", "[10] b"]
+    assert [*printer(1, 2).texts(lines((1, "a"), (2, "b")))] == ["[master 1   ] a", "[trainer-1 2] b"]
+
+
+def test_what_several_ranks_print_must_be_one_line():
+    found = printer(3).texts(
+        lines(*((rank, text) for rank in range(4) for text in ("begin", f"rank {rank}", "step 1", "end")))
+    )
+    assert [*found] == [
+        "[0-3] begin",
+        *(f"[{rank}] rank {rank}" for rank in range(4)),
+        "[0-3] step 1",
+        "[0-3] end",
+    ]
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.sampled_from("abcd")), max_size=60))
+@settings(deadline=None, derandomize=True)
+def test_no_line_of_a_rank_may_be_lost_or_out_of_order(texts):
+    written, shown = defaultdict(list), defaultdict(list)
+    for rank, text in texts:
+        written[rank].append(text)
+    for ranks, text in merged(lines(*texts)):
+        assert ranks == sorted(set(ranks)) or len(ranks) == len(set(ranks))
+        for rank in ranks:
+            shown[rank].append(text)
+    assert shown == written
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [
+        ([0], "0"),
+        ([3, 0, 1, 2, 8], "0-3,8"),
+        (range(64), "0-63"),
+        ([0, 2, 4], "0,2,4"),
+        (range(0, 64, 2), "32 ranks"),
+    ],
+)
+def test_ranks_must_be_listed_briefly(ranks, text):
+    assert brief(ranks) == text
+
+
+def test_style_must_select_and_mark_lines():
+    some = lines((0, "a"), (1, "b"), (2, "b"))
+    assert [*printer(2, ranks=frozenset({1}), timestamps=True).texts(some, 0.25)][0].endswith(":00:00.2 [1] b")
+    (first, *_) = printer(2, colors=True).texts(some)
+    assert first == "\x1b[36m[0]\x1b[0m a"
+    assert [*map(json.loads, printer(2, as_json=True).texts(some, 1.5))] == [
+        {"rank": rank, "node": node, "line": text, "time": 1.5}
+        for rank, node, text in [(0, "master", "a"), (1, "trainer-1", "b"), (2, "trainer-2", "b")]
+    ]
+    assert printer(2, ranks=frozenset({1})).bar({0: "10%", 1: "20%"}) == "[1] 20%"
+
+
+def test_only_colors_may_reach_a_terminal():
+    text = "\x1b[1;31mred\x1b[0m \x1b[2Jgone \x1b]0;title\x07 \x1b[38:5:9mpink"
+    assert console.clean(text, colors=True) == "\x1b[1;31mred\x1b[0m gone  \x1b[38:5:9mpink\x1b[0m"
+    assert console.clean(text) == "red gone  pink" and console.clean("plain", colors=True) == "plain"
+
+
+class Now:
+    """A clock of both kinds."""
+
+    now = 1000.0
+
+    def time(self) -> float:
+        return self.now
+
+    monotonic = time
+
+
+def test_times_of_lines_must_be_those_at_which_they_were_read(tmp_path, monkeypatch):
+    clock, path = Now(), tmp_path / "times.jsonl"
+    monkeypatch.setattr("orchestrate.job.times.time", clock)
+    noting = Clock(path)
+    for seconds, offsets in [(0, {0: 10}), (0.1, {0: 20}), (9, {0: 30, 1: 5}), (20, {0: 30, 1: 5}), (30, {1: 9})]:
+        clock.now = 1000.0 + seconds
+        noting.note(offsets)
+    assert path.read_text().count("\n") == 3  # not the second, too soon; not the fourth, nothing new
+    clock.now = 2000.0
+    Clock(path).note({0: 50, 1: 9})  # another supervisor
+    times = Times(path)
+    assert [times.at(0, offset) for offset in (0, 9, 10, 29, 30, 49, 50)] == [
+        *(1000.0, 1000.0, 1009.0, 1009.0, 2000.0, 2000.0, None),
+    ]
+    assert [times.at(1, offset) for offset in (0, 5, 9)] == [1009.0, 1030.0, None]
+    assert Times(tmp_path / "missing").at(0, 0) is None
+    path.write_text('{"time": "x", "read": {"0": 1}}\n{"time": 1.5, "read": {"x": 1, "0": "y"}}\n[]\nnull\n')
+    assert Times(path).notes == {}
+
+
+def test_the_file_of_times_must_not_grow_without_limit(tmp_path, monkeypatch):
+    clock, path = Now(), tmp_path / "times.jsonl"
+    monkeypatch.setattr("orchestrate.job.times.time", clock)
+    noting = Clock(path)
+    noting.size = INTERVALS[-1][0]
+    noting.note({0: 1})
+    assert not path.exists()
+
+
+def test_sequences_of_colors_must_not_hide_a_secret_from_the_mask(paths):
+    paths.log(0).write_text("\x1b[31mtoken hun\x1b[0mter2\n\x1b[32mfine\n")
+    follower = Follower(paths, [0], hide=lambda text: text.replace("hunter2", "***"), colors=True)
+    found = [line.text for line in follower.lines()]
+    assert found == ["token ***", "\x1b[32mfine\x1b[0m"] and not re.search("hun", found[0])
