@@ -21,7 +21,9 @@ BAR = re.compile(
     rf"\|\s*{COUNT}/{COUNT} \[{CLOCK}<{CLOCK}(?:,\s*(?:({NUMBER})|\?)(s/)?[A-Za-z]+(/s)?)?([^\]]{{0,500}})\]"
 )
 FLAT = re.compile(r"\{[^(\[{}]*\}")  # a dict without nested values, which Python's parser can take long for
-PAIR = re.compile(rf"\b([A-Za-z][\w./]{{0,40}}) ?[=:] ?(-?{NUMBER})(?![\w.%])")
+PAIR = re.compile(rf"\b([A-Za-z][\w./]{{0,40}}) ?[=: ] ?(-?{NUMBER})(?![\w.%])")
+# `step 7/90`, `iter 7:`, `Iteration: 7 of 90`; a fraction, a version or a date is not a step
+STEP_OF = re.compile(r"\b(?:step|iter|iteration)\b ?[:=#]? ?([0-9]{1,15})(?: ?(?:/|of) ?([0-9]{1,15}))?(?![\w.%/-])", re.I)
 FACTORS = {"": 1, "k": 1000, "M": 1_000_000, "G": 1_000_000_000}
 NAMES = ("loss", "acc", "lr", "perplexity", "ppl")  # parts of the names of metrics in text that is not a bar
 STEP, TOTAL = ("step", "global_step", "current_step"), ("total_steps", "max_steps")  # metrics that are no metrics
@@ -38,7 +40,7 @@ class Progress:
     seconds_left: float | None = None
     step_seconds: float | None = None
     metrics: dict[str, float] = field(default_factory=dict)
-    bar: bool = False  # whether `step` is the position of a progress bar, possibly one of several
+    bar: bool = False  # whether `step` may start again, as that of a progress bar does in each epoch
 
     @property
     def fraction(self) -> float | None:
@@ -55,6 +57,8 @@ def parse(line: str) -> Progress | None:
     if FLAT.fullmatch(line) and (found := _of_dict(line)):
         return _of_metrics(found)
     pairs = {name: float(value) for name, value in PAIR.findall(line) if any(part in name.lower() for part in NAMES)}
+    if step := STEP_OF.search(line):
+        return Progress(step=int(step[1]), total=int(step[2]) if step[2] else None, metrics=pairs, bar=True)
     return Progress(metrics=pairs) if pairs else None
 
 
