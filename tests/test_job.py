@@ -420,7 +420,7 @@ def test_worker_output_must_be_shown_before_a_later_message_of_ours(paths):
         release.set()
 
     follower, plan = launch.rest(paths, *store.load(paths)), store.load(paths)[1]
-    out = Output(follower, plan, Shown(show), Clock(paths.times), lambda: None)
+    out = Output(follower, plan, Shown(show), Clock(paths.times), [])
     with out.following():
         paths.log(0).write_text("of a worker\n")
         out.in_turn(lambda: show("ours"))

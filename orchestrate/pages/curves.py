@@ -44,7 +44,7 @@ class Progress:
             steps = int(at - self.last)
             self.done, self.latest, self.last = self.done + steps, self.latest + steps, at
         for name, value in values.items():
-            if name == "step" or not _number(value) or not 0 < len(name) <= MAX_NAME:
+            if name in ("step", "total_steps") or not _number(value) or not 0 < len(name) <= MAX_NAME:
                 continue
             if name in self.curves or len(self.curves) < MAX_CURVES:
                 _append(self.curves.setdefault(name, []), (at, float(value)))

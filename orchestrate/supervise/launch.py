@@ -30,6 +30,7 @@ from orchestrate.job.redact import Mask
 from orchestrate.job.spec import JobSpec
 from orchestrate.job.times import Clock
 from orchestrate.node.command import of_python
+from orchestrate.supervise.board import Board
 from orchestrate.supervise.job_files import JobFiles
 from orchestrate.supervise.notify import Notifier
 from orchestrate.supervise.output import Output, listen
@@ -129,8 +130,9 @@ def supervise(
         log.info("orchestrate %s, Python %s, %s", __version__, platform.python_version(), platform.platform())
         seen = _take_cluster(paths, stack) or paths.shared
         follower, files = follower or rest(paths, spec, plan, None), JobFiles(paths, hide)
-        refresh = listen(follower, Reader(spec.metrics), shown.screen, files.heard)
-        output = Output(follower, plan, shown, Clock(paths.times), refresh)
+        board = Board(paths, hide)
+        refresh = listen(follower, Reader(spec.metrics), shown.screen, files.heard, board.heard)
+        output = Output(follower, plan, shown, Clock(paths.times), [refresh, board.catch_up])
         notifier, failure = Notifier(spec.on_event, plan.job_id, str(paths.root)), None
         with output.following():
 
@@ -157,6 +159,7 @@ def supervise(
             except OrchestrateError as error:
                 log.info("the job could not start or continue", exc_info=True)
                 result, failure = JobResult(Outcome.FAILED, supervisor.failure_reason(error)), error
+        board.catch_up(end=True)
         data = _end(supervisor, result, files, stores, hide)
         _finish(files, data, stores, shown.message)
         notifier.close()

@@ -7,7 +7,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from orchestrate.console import phase, progress
 from orchestrate.job.logs import Follower
@@ -27,9 +27,9 @@ READER_TIMEOUT = 60.0  # seconds for a slow reader of our output to take the las
 
 
 def listen(
-    follower: Follower, reader: Reader, screen: Screen, took: Callable[[Progress], None] = lambda found: None
+    follower: Follower, reader: Reader, screen: Screen, *takes: Callable[[Progress], None]
 ) -> Callable[[], None]:
-    """Pass progress in the workers' output to `screen`, and that of rank 0 to `took`.
+    """Pass progress in the workers' output to `screen`, and that of rank 0 to each of `takes`.
 
     Returns a function that refreshes the screen, with the current progress bars.
     """
@@ -37,7 +37,8 @@ def listen(
     def heard(rank: int, line: str) -> None:
         screen.heard(rank, found := reader.parse(line))
         if rank == 0 and found:
-            took(found)
+            for take in takes:
+                take(found)
 
     follower.heard = heard
     return lambda: screen.refresh(lambda: {rank: reader.parse(bar) for rank, bar in follower.bars().items()})
@@ -52,9 +53,11 @@ def texts(follower: Follower, printer: Printer, end: bool) -> Iterator[str]:
 class Output:
     """Shows the output of workers, and the supervisor's messages between the lines before and after them."""
 
-    def __init__(self, follower: Follower, plan: Plan, shown: Shown, clock: Clock, refresh: Callable[[], None]) -> None:
-        """`refresh` is called after each read."""
-        self.follower, self.shown, self.clock, self.refresh = follower, shown, clock, refresh
+    def __init__(
+        self, follower: Follower, plan: Plan, shown: Shown, clock: Clock, after: Sequence[Callable[[], None]]
+    ) -> None:
+        """The functions `after` are called after each read."""
+        self.follower, self.shown, self.clock, self.after = follower, shown, clock, after
         self.printer = Printer(plan, shown.style)
         # The supervisor announces generations itself.
         follower.marks, follower.colors = False, shown.style.colors
@@ -119,7 +122,8 @@ class Output:
             self.queued.get()()
         if bar := self.printer.bar(self.follower.bars()):
             progress(bar, self.shown.show)
-        self.refresh()
+        for call in self.after:
+            call()
         return shown
 
     def _note(self, end: bool) -> None:

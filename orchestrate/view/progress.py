@@ -23,7 +23,9 @@ BAR = re.compile(
 FLAT = re.compile(r"\{[^(\[{}]*\}")  # a dict without nested values, which Python's parser can take long for
 PAIR = re.compile(rf"\b([A-Za-z][\w./]{{0,40}}) ?[=: ] ?(-?{NUMBER})(?![\w.%])")
 # `step 7/90`, `iter 7:`, `Iteration: 7 of 90`; a fraction, a version or a date is not a step
-STEP_OF = re.compile(r"\b(?:step|iter|iteration)\b ?[:=#]? ?([0-9]{1,15})(?: ?(?:/|of) ?([0-9]{1,15}))?(?![\w.%/-])", re.I)
+STEP_OF = re.compile(
+    r"\b(?:step|iter|iteration)\b ?[:=#]? ?([0-9]{1,15})(?: ?(?:/|of) ?([0-9]{1,15}))?(?![\w.%/-])", re.I
+)
 FACTORS = {"": 1, "k": 1000, "M": 1_000_000, "G": 1_000_000_000}
 NAMES = ("loss", "acc", "lr", "perplexity", "ppl")  # parts of the names of metrics in text that is not a bar
 STEP, TOTAL = ("step", "global_step", "current_step"), ("total_steps", "max_steps")  # metrics that are no metrics
