@@ -124,9 +124,11 @@ def test_changed_requirements_must_be_installed(make):
 
 
 def image() -> list[tuple[str, str]]:
-    """The instructions of the Dockerfile: name and arguments."""
+    """The instructions of the Dockerfile for nodes, the last stage, and before the first stage: name and arguments."""
     text = re.sub(r"^#.*\n", "", (ROOT / "Dockerfile").read_text(), flags=re.M).replace("\\\n", " ")
-    return [(line.split()[0], line.split(maxsplit=1)[1]) for line in text.splitlines() if line.strip()]
+    steps = [(line.split()[0], line.split(maxsplit=1)[1]) for line in text.splitlines() if line.strip()]
+    stages = [index for index, (name, _) in enumerate(steps) if name == "FROM"]
+    return steps[: stages[0]] + steps[stages[-1] :]
 
 
 LOCK = (ROOT / "requirements.lock").read_text()

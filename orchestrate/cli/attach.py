@@ -5,20 +5,16 @@ from __future__ import annotations
 import argparse
 import signal
 import time
-from pathlib import Path
 
 from orchestrate.cli import commands, watch
+from orchestrate.cli.follow import Following
 from orchestrate.console import print_message, progress
-from orchestrate.errors import UsageError
 from orchestrate.files import lock
 from orchestrate.files.paths import JobPaths
-from orchestrate.job import events, store
+from orchestrate.job import store
 from orchestrate.job.logs import Follower
 from orchestrate.job.spec import JobSpec
 from orchestrate.supervise import launch, stores
-from orchestrate.supervise.output import listen, texts
-from orchestrate.view.printer import Printer
-from orchestrate.view.progress import Reader
 
 INTERVAL = 0.1  # seconds between two reads of the logs
 KEYS = "Ctrl-C detaches; the job continues"
@@ -53,42 +49,14 @@ def attach(args: argparse.Namespace) -> int:
 
 def _follow(args: argparse.Namespace, paths: JobPaths, spec: JobSpec, follower: Follower) -> None:
     """Show a job until it ends or has no supervisor anymore."""
-    plan, known, size = store.load(paths)[1], 0, -1
+    plan, running = store.load(paths)[1], True
     with watch.shown(args, plan, paths, KEYS) as shown, commands.watching(paths.root.name):
-        printer, follower.colors = Printer(plan, shown.style), shown.style.colors
-        follower.marks = False
-        refresh = listen(follower, Reader(spec.metrics), shown.screen)
-        running = True
+        following = Following(paths, spec, follower, shown.screen, shown.style)
         while running:
-            running = bool(lock.holder(paths)) and not store.ended(paths)
-            if (now := _size(paths.events)) != size:
-                size, found = now, _history(paths)
-                for event in found[known:]:
-                    shown.screen.event(event)
-                    if isinstance(event, events.GenerationStarting):
-                        plan = store.load(paths)[1]
-                        printer.planned(plan)
-                        shown.screen.planned(plan)
-                        follower.follow(worker.rank for worker in plan.workers)
-                known = len(found)
-            for text in texts(follower, printer, end=not running):
+            running = following.running
+            for text in following.turn(end=not running):
                 shown.show(text)
-            if bar := printer.bar(follower.bars()):
+            if bar := following.printer.bar(follower.bars()):
                 progress(bar, shown.show)
-            refresh()
             if running:
                 time.sleep(INTERVAL)
-
-
-def _history(paths: JobPaths) -> list[events.Event]:
-    try:
-        return store.history(paths)
-    except UsageError:  # the supervisor is writing it
-        return []
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0

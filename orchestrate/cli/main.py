@@ -37,6 +37,13 @@ from orchestrate.supervise.notify import is_url
 if TYPE_CHECKING:
     from orchestrate.engines.base import Engine
 
+
+def _serve(args: argparse.Namespace) -> int:
+    from orchestrate.cli.serve import serve  # only here: Python's HTTP server takes time to import
+
+    return serve(args)
+
+
 BY_NAME = {
     **commands.BY_NAME,
     "attach": attach.attach,
@@ -46,6 +53,7 @@ BY_NAME = {
     "report": report.write_report,
     "ps": ps.ps,
     "resume": resume.resume,
+    "serve": _serve,
 }
 IMPORT_TIMEOUT = 120.0  # seconds for the nodes of a cluster to import packages; torch takes 2 to 20
 

@@ -81,6 +81,7 @@ def parser() -> Parser:
     )
     _add_run_commands(subparsers)
     _add_export(subparsers, f"{top.prog} export")
+    _add_other_commands(subparsers)
     _add_job_commands(subparsers)
     top.add_verbose()
     return top
@@ -145,7 +146,7 @@ def _add_export(subparsers: Subparsers, prog: str) -> None:
         _add_job(command)
 
 
-def _add_job_commands(subparsers: Subparsers) -> None:
+def _add_other_commands(subparsers: Subparsers) -> None:
     command = subparsers.add_parser(
         "down",
         help="remove a cluster that was started by up",
@@ -171,6 +172,16 @@ def _add_job_commands(subparsers: Subparsers) -> None:
     command.add_argument("--caches", action="store_true", help="also remove the caches, which jobs fill again")
     command.add_argument("--dry-run", action="store_true", help="print what would be removed, and exit")
     _add_runs(command)
+    command = subparsers.add_parser(
+        "serve",
+        help="show jobs in a web browser on this machine",
+        description="Serve a web page on this machine that lists jobs, follows running ones, and shows reports.",
+    )
+    command.add_argument("--port", type=_port, default=6007, metavar="PORT", help="default: 6007; 0 chooses a free one")
+    _add_runs(command)
+
+
+def _add_job_commands(subparsers: Subparsers) -> None:
     for name, summary in JOB_COMMANDS.items():
         command = subparsers.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
         optional: dict[str, Any] = {"nargs": "?", "default": LATEST} if name in LATEST_BY_DEFAULT else {}
@@ -180,20 +191,7 @@ def _add_job_commands(subparsers: Subparsers) -> None:
         if name in ("attach", "resume"):
             _add_stdout_options(command)
         if name == "logs":
-            _add_ranks(command)
-            command.add_argument("--merge", action="store_true", help="sort the lines of all ranks by time")
-            command.add_argument(
-                "--since", type=_duration, metavar="DURATION", help="print only lines of the last 5m, for example"
-            )
-            command.add_argument(
-                "--tail", type=_count, metavar="N", help="print only the last N lines of each rank, and what follows"
-            )
-            command.add_argument(
-                "--grep", type=_pattern, metavar="REGEX", help="print only lines that match this regular expression"
-            )
-            command.add_argument(
-                "--rank", type=int, metavar="N", help="print only the output of this rank, without prefixes"
-            )
+            _add_log_options(command)
         if name == "report":
             command.add_argument(
                 "others", nargs="*", type=_job, metavar="OTHER", help="jobs to compare it with, in RUNS/report.html"
@@ -202,6 +200,21 @@ def _add_job_commands(subparsers: Subparsers) -> None:
             command.add_argument("-f", "--follow", action="store_true", help="follow the job until it ends")
         if name in ("stop", "rm"):
             command.add_argument("--dry-run", action="store_true", help="print what would be removed, and exit")
+
+
+def _add_log_options(command: argparse.ArgumentParser) -> None:
+    _add_ranks(command)
+    command.add_argument("--merge", action="store_true", help="sort the lines of all ranks by time")
+    command.add_argument(
+        "--since", type=_duration, metavar="DURATION", help="print only lines of the last 5m, for example"
+    )
+    command.add_argument(
+        "--tail", type=_count, metavar="N", help="print only the last N lines of each rank, and what follows"
+    )
+    command.add_argument(
+        "--grep", type=_pattern, metavar="REGEX", help="print only lines that match this regular expression"
+    )
+    command.add_argument("--rank", type=int, metavar="N", help="print only the output of this rank, without prefixes")
 
 
 def _add_job(command: argparse.ArgumentParser) -> None:
@@ -304,6 +317,13 @@ def _count(text: str) -> int:
     """Parse a number of lines."""
     if not re.fullmatch("[0-9]{1,9}", text):
         raise argparse.ArgumentTypeError(f"{shown(text)} is not a number of lines")
+    return int(text)
+
+
+def _port(text: str) -> int:
+    """Parse a TCP port."""
+    if not re.fullmatch("[0-9]{1,5}", text) or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{shown(text)} is not a port")
     return int(text)
 
 

@@ -58,7 +58,7 @@ def page(runs: Sequence[Run]) -> str:
         charts={name: charts.lines(curves, axis) for name, curves in _curves(runs).items()},
         settings=_differing([run.settings | {"command": run.command} for run in runs]),
         finals=_differing([{name: _value(value) for name, value in _finals(run).items()} for run in runs]),
-        duration=_duration,
+        duration=duration,
     )
     return UNPRINTABLE.sub("�", text)
 
@@ -89,7 +89,7 @@ def _value(value: Any) -> str:
     return text if len(text) <= MAX_VALUE else f"{text[: MAX_VALUE - 1]}…"
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
     """Format seconds for display."""
     if seconds < 100:
         return f"{seconds:.1f} s"

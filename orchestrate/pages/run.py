@@ -115,13 +115,7 @@ def load(paths: JobPaths, report: dict[str, Any] | None = None) -> Run:
     if not (data := report or store.ended(paths)):
         raise UsageError(f"{paths.root.name} has not ended", f"python -m orchestrate attach {paths.root.name}")
     mask = spec.mask()
-    found = progress(_rows(paths), int(data["generations"]))
-    curves, axis = found.drawn(mask), "step" if found.numbered else "order in metrics.jsonl"
-    points = max(map(len, curves.values()), default=0)
-    if points < FEW:
-        printed = progress(_printed(paths, mask, Reader(spec.metrics)), int(data["generations"]))
-        if max(map(len, printed.drawn().values()), default=0) > points:
-            curves, axis = printed.drawn(), "step" if printed.numbered else "order in the log"
+    found, curves, axis = curves_of(paths, spec, int(data["generations"]))
     verified = store.history(paths) if records.find(paths.root) else []  # a copied job has no key for its events
     command = shlex.join(map(mask, plan.command))
     return Run(
@@ -135,6 +129,18 @@ def load(paths: JobPaths, report: dict[str, Any] | None = None) -> Run:
         settings=_set(spec, mask),
         machine=_machine(plan),
     )
+
+
+def curves_of(paths: JobPaths, spec: JobSpec, generations: int) -> tuple[Progress, dict[str, Curve], str]:
+    """Return what metrics.jsonl says about a job, its curves so far or those of its output, and what they go over."""
+    mask, found = spec.mask(), progress(_rows(paths), generations)
+    curves, axis = found.drawn(mask), "step" if found.numbered else "order in metrics.jsonl"
+    points = max(map(len, curves.values()), default=0)
+    if points < FEW:
+        printed = progress(_printed(paths, mask, Reader(spec.metrics)), generations)
+        if max(map(len, printed.drawn().values()), default=0) > points:
+            return found, printed.drawn(), "step" if printed.numbered else "order in the log"
+    return found, curves, axis
 
 
 def _rows(paths: JobPaths) -> Iterator[dict[str, Any]]:

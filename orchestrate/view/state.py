@@ -19,6 +19,7 @@ PACES = 30  # steps whose duration is kept for each rank
 EVENTS = 4  # that are shown
 SHOWN_METRICS = 3
 NAME = re.compile(r"[A-Za-z][\w ./-]{0,40}", re.ASCII)  # of a metric that is shown
+TOGETHER = 0.01  # seconds; lines within this time were read together, and not written at this pace
 IDLE = 5.0  # seconds after which an idle worker is shown as such
 BUSY = 0.05  # cores; a worker that uses less is idle
 
@@ -54,9 +55,10 @@ class Rank:
         old = self.progress
         if found.step is not None and found.step != self.stepped[0]:
             steps, seconds = found.step - self.stepped[0], now - self.stepped[1]
-            if steps > 0 and self.stepped[1]:
+            together = 0 <= seconds < TOGETHER and steps > 0
+            if steps > 0 and self.stepped[1] and not together:
                 self.paces.append(seconds / steps)
-            self.stepped = found.step, now
+            self.stepped = found.step, self.stepped[1] if together else now
         self.progress = Progress(
             step=old.step if found.step is None else found.step,
             total=old.total if found.step is None else found.total,

@@ -1,0 +1,218 @@
+"""`serve`: a local web page with all jobs: those that run, and the reports of those that have ended."""
+
+from __future__ import annotations
+
+import argparse
+import hmac
+import re
+import secrets
+import threading
+import time
+import urllib.parse
+from collections import deque
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from orchestrate import errors
+from orchestrate.cli import listing
+from orchestrate.cli.find import created_at
+from orchestrate.cli.follow import Following
+from orchestrate.console import flush, out, print_message
+from orchestrate.errors import OrchestrateError, ResourceError, UsageError
+from orchestrate.files import lock, records
+from orchestrate.files.lines import last
+from orchestrate.files.paths import NAME, JobPaths
+from orchestrate.job import owners, report, store
+from orchestrate.job.logs import clean
+from orchestrate.supervise import launch
+from orchestrate.view.folded import Folded
+from orchestrate.view.printer import Style
+
+HOST = "127.0.0.1"
+MAX_LINES = 200  # of output on the page of a running job
+MAX_EVENTS = 20
+MAX_LOG = 4 << 20  # last bytes of a log that are shown
+IDLE = 30.0  # seconds after which a silent connection is closed
+HEADERS = {
+    "Cache-Control": "no-store",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "Content-Security-Policy": "frame-ancestors 'none'; base-uri 'none'",
+}
+
+
+class Watch(Folded):
+    """A running job, as its page shows it."""
+
+    def __init__(self, paths: JobPaths) -> None:
+        """Start with the last lines of each rank; raises UsageError."""
+        spec, plan = store.load(paths)
+        super().__init__(plan, paths)
+        self.spec = spec
+        self.happened: deque[tuple[float, str]] = deque(maxlen=MAX_EVENTS)
+        self.lines: deque[str] = deque(maxlen=MAX_LINES)
+        self.following = Following(paths, spec, launch.rest(paths, spec, plan), self, Style())
+
+    def event(self, event: Any) -> None:
+        """Take an event."""
+        super().event(event)
+        if text := report.line(event):
+            self.happened.append((event.seconds, text.partition("\n")[0]))
+
+    def refresh(self, bars: Any) -> None:
+        """Take progress bars and metrics."""
+        self.catch_up(bars())
+
+    def page(self) -> str:
+        """Return the page of the job as it is now."""
+        from orchestrate.pages import site
+        from orchestrate.pages.run import curves_of
+
+        self.lines.extend(self.following.turn())
+        _, curves, axis = curves_of(self.paths, self.spec, self.view.generation + 1)
+        state = "running" if lock.holder(self.paths) else "no supervisor"
+        seconds = time.time() - created_at(self.paths)
+        return site.live(self.view, state, seconds, curves, axis, self.happened, self.lines)
+
+
+class Site:
+    """The pages of the jobs in a folder."""
+
+    def __init__(self, runs: Path, shown: Path) -> None:
+        """`shown` is the folder as the user names it."""
+        self.runs, self.shown, self.lock = runs, shown, threading.Lock()
+        self.watches: dict[str, Watch] = {}
+
+    def answer(self, path: str, query: dict[str, list[str]]) -> tuple[str, str]:
+        """Return the content at a path, and its type; raises UsageError if there is none."""
+        with self.lock:  # a single user does not need more
+            if path == "":
+                return self._jobs(), "text/html"
+            if path == "compare":
+                return self._compare(query.get("job", [])), "text/html"
+            if match := re.fullmatch(r"jobs/([^/]+)/", path):
+                return self._job(self._paths(match[1])), "text/html"
+            if match := re.fullmatch(r"jobs/([^/]+)/logs/rank-([0-9]{1,7})\.log", path):
+                return self._log(self._paths(match[1]), int(match[2])), "text/plain"
+        raise UsageError("no such page")
+
+    def _paths(self, name: str) -> JobPaths:
+        """Return the files of a job of this account; raises UsageError."""
+        paths = JobPaths(self.runs / name)
+        if not NAME.fullmatch(name) or owners.foreign(paths.root) or not records.find(paths.root):
+            raise UsageError("no such job")
+        return paths
+
+    def _jobs(self) -> str:
+        from orchestrate.pages import site
+
+        running = {row.name: row for row in listing.current(self.runs) if row.run.parent == self.runs}
+        rows = [*running.values(), *(row for row in listing.ended(self.runs) if row.name not in running)]
+        rows = [row for row in rows if records.find(row.run) and not JobPaths(row.run).nodes.exists()]
+        shown = [
+            site.Row(row.name, row.state, listing.ago(row.started), row.seconds, site.metrics(row.metrics))
+            for row in rows
+        ]
+        return site.jobs(shown, str(self.shown))
+
+    def _job(self, paths: JobPaths) -> str:
+        name = paths.root.name
+        if store.ended(paths):
+            self.watches.pop(name, None)
+            return _report([paths])
+        if name not in self.watches:
+            self.watches[name] = Watch(paths)
+        return self.watches[name].page()
+
+    def _compare(self, names: list[str]) -> str:
+        if not names:
+            raise UsageError("select jobs to compare")
+        return _report([self._paths(name) for name in dict.fromkeys(names)])
+
+    def _log(self, paths: JobPaths, rank: int) -> str:
+        mask = store.look(paths)[0].mask()
+        try:
+            with paths.folder.open(f"logs/rank-{rank}.log") as file:
+                return "\n".join(mask(clean(line)) for line in last(file, MAX_LOG))
+        except OSError:
+            raise UsageError("no such log") from None
+
+
+def _report(jobs: list[JobPaths]) -> str:
+    from orchestrate.pages.page import page
+    from orchestrate.pages.run import load
+
+    return page([load(paths) for paths in jobs])
+
+
+class Server(ThreadingHTTPServer):
+    """Serves a site to those who know its address, which contains a token."""
+
+    daemon_threads = True
+
+    def __init__(self, site: Site, port: int) -> None:
+        """Listen on a port of the loopback interface; raises OSError."""
+        self.site, self.token = site, secrets.token_urlsafe(16)
+        super().__init__((HOST, port), Handler)
+
+    @property
+    def address(self) -> str:
+        """The address of the list of jobs."""
+        return f"http://{HOST}:{self.server_address[1]}/{self.token}/"
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers one request."""
+
+    server: Server
+    timeout = IDLE
+    server_version, sys_version = "orchestrate", ""
+
+    def do_GET(self) -> None:  # noqa: N802 (the name that http.server calls)
+        """Answer with a page."""
+        address = urllib.parse.urlsplit(self.path)
+        token, slash, path = address.path.removeprefix("/").partition("/")
+        names = {f"{name}:{self.server.server_address[1]}" for name in (HOST, "localhost")}
+        if self.headers.get("Host") not in names:  # a page of another site that has this address by DNS rebinding
+            return self._send(403, "this page is served to this machine only\n")
+        if not slash or not hmac.compare_digest(token.encode(), self.server.token.encode()):
+            return self._send(404, "open the address that `orchestrate serve` has printed\n")
+        try:
+            text, kind = self.server.site.answer(urllib.parse.unquote(path), urllib.parse.parse_qs(address.query))
+        except OrchestrateError as error:
+            return self._send(404, f"{error}\n")
+        self._send(200, text, kind)
+
+    def _send(self, status: int, text: str, kind: str = "text/plain") -> None:
+        content = text.encode(errors="replace")
+        self.send_response(status)
+        for name, value in {**HEADERS, "Content-Type": f"{kind}; charset=utf-8"}.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Print nothing for a request."""
+
+
+def serve(args: argparse.Namespace) -> int:
+    """Serve the pages until Ctrl-C."""
+    try:
+        import orchestrate.pages.site  # noqa: F401
+    except ImportError as error:
+        raise ResourceError(f"pages need the package {error.name}", f"pip install {error.name}") from None
+    try:
+        server = Server(Site(args.runs, args.shown), args.port)
+    except OSError as error:
+        raise ResourceError(f"cannot listen on port {args.port}: {error.strerror}", "use --port PORT") from None
+    with server:
+        out(server.address)
+        flush()
+        print_message("this address works on this machine only; Ctrl-C stops serving, and no job")
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            return errors.INTERRUPTED
+    return errors.SUCCEEDED

@@ -1,0 +1,94 @@
+"""Pages of `serve`: the list of jobs, and a job that is running. They update themselves with a small script."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from markupsafe import Markup
+
+from orchestrate import __version__
+from orchestrate.pages import charts
+from orchestrate.pages.curves import Curve
+from orchestrate.pages.page import TEMPLATES, UNPRINTABLE, duration
+from orchestrate.view.state import SHOWN_METRICS, View, status, worst_first
+
+TOTAL = "total_steps"
+MAX_RANKS = 64  # rows of the table of workers
+# Replaces the content by that of the same address, every two seconds while the page is visible, except under the
+# user's hands; `main` has an id, so that the reports of jobs, which have none, are loaded as a whole.
+REFRESH = """
+document.querySelectorAll("pre.log").forEach(log => { log.scrollTop = log.scrollHeight; });
+setInterval(async () => {
+  if (document.hidden || document.querySelector("input:checked") || String(getSelection())) return;
+  const answer = await fetch(location.href);
+  const page = new DOMParser().parseFromString(await answer.text(), "text/html");
+  const fresh = page.getElementById("live"), main = document.getElementById("live");
+  if (!answer.ok || !fresh) return location.reload();
+  const before = document.querySelector("pre.log"), top = before && before.scrollTop;
+  const atEnd = !before || top + 1 >= before.scrollHeight - before.clientHeight;
+  main.replaceChildren(...fresh.childNodes);
+  const after = document.querySelector("pre.log");
+  if (after) after.scrollTop = atEnd ? after.scrollHeight : top;
+}, 2000);
+"""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A job in the list."""
+
+    name: str
+    state: str
+    started: str
+    seconds: float | None  # duration, if it has ended
+    metrics: str
+
+
+def jobs(rows: Sequence[Row], folder: str) -> str:
+    """Return the page that lists jobs."""
+    return _page("jobs.html", rows=rows, folder=folder)
+
+
+def live(
+    view: View,
+    state: str,
+    seconds: float,
+    curves: Mapping[str, Curve],
+    axis: str,
+    events: Sequence[tuple[float, str]],
+    lines: Sequence[str],
+) -> str:
+    """Return the page about a job that is running: `seconds` since its start, and its last events and lines."""
+    return _page(
+        "live.html",
+        name=view.job_id,
+        view=view,
+        state=state,
+        seconds=seconds,
+        status=status(view),
+        charts={name: charts.lines({name: curve}, axis) for name, curve in curves.items()},
+        ranks=sorted(worst_first(view.ranks, time.monotonic())[:MAX_RANKS], key=lambda rank: rank.number),
+        events=events,
+        lines="\n".join(lines),
+        metrics=metrics,
+    )
+
+
+def metrics(values: Mapping[str, Any]) -> str:
+    """Return the first numbers of some metrics as text."""
+    numbers = {name: value for name, value in values.items() if type(value) in (int, float) and name != TOTAL}
+    return ", ".join(f"{name} {value:.4g}" for name, value in [*numbers.items()][:SHOWN_METRICS])
+
+
+def _page(template: str, **values: Any) -> str:
+    nonce = secrets.token_urlsafe(16)
+    script = Markup('<script nonce="{}">{}</script>').format(nonce, Markup(REFRESH))
+    policy = Markup("; connect-src 'self'; script-src 'nonce-{}'").format(nonce)
+    text = TEMPLATES.get_template(template).render(
+        **values, version=__version__, duration=duration, refresh=script, script_policy=policy
+    )
+    return UNPRINTABLE.sub("�", text)

@@ -1,0 +1,187 @@
+"""The local web page: what it answers and to whom, and how it behaves in a real browser."""
+
+import contextlib
+import http.client
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import urllib.parse
+from types import SimpleNamespace
+
+import pytest
+from conftest import eventually
+from support.commanded import create, noted, supervised
+from test_commands import end
+
+from orchestrate.cli.serve import Server, Site
+from orchestrate.files.paths import JobPaths
+from orchestrate.job.events import GenerationStarting, NodesStarting, RestartDecided, WorkersStarted
+from orchestrate.job.spec import JobSpec
+
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+
+
+@pytest.fixture
+def site(tmp_path):
+    """A server, and a function that requests a page of it."""
+    server = Server(Site(tmp_path, tmp_path), 0)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    port = server.server_address[1]
+
+    def get(path: str, token: str = server.token, host: str = "", method: str = "GET") -> SimpleNamespace:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+        with contextlib.closing(connection):
+            connection.request(method, f"/{token}{path}", headers={"Host": host} if host else {})
+            answer = connection.getresponse()
+            return SimpleNamespace(status=answer.status, headers=answer.headers, text=answer.read().decode())
+
+    yield SimpleNamespace(get=get, server=server, port=port)
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.fixture
+def running(tmp_path):
+    """A job that another process supervises."""
+    spec = JobSpec(trainers=2, command=("-m", "app.train"), env={"API_TOKEN": "hunter2000"})
+    paths = create(JobPaths(tmp_path / "a-1"), spec)
+    nodes = ("master", "trainer-1", "trainer-2")
+    noted(paths, NodesStarting(3, "docker"), GenerationStarting(0, nodes, 3, 29500), WorkersStarted())
+    with supervised(paths.root):
+        yield paths
+
+
+def test_jobs_must_be_listed_with_links(site, running, tmp_path):
+    other = create(JobPaths(tmp_path / "b-2"))
+    end(other, "failed")
+    page = site.get("/")
+    assert page.status == 200 and page.headers["Content-Type"] == "text/html; charset=utf-8"
+    assert '<a href="jobs/a-1/">a-1</a>' in page.text and '<td class="">running</td>' in page.text
+    assert 'value="b-2"' in page.text and '<td class="bad">failed</td>' in page.text
+    assert 'value="a-1"' not in page.text  # a running job cannot be compared
+
+
+def test_a_running_job_must_be_shown_as_it_is_now(site, running):
+    running.log(0).write_text("<b>loss</b> hunter2000\n")
+    running.log(1).write_text("step 7 loss 0.5\n")
+    (running.shared / "metrics.jsonl").write_text('{"step": 9, "loss": 0.25}\n{"step": 10, "loss": 0.125}\n')
+    page = site.get("/jobs/a-1/").text
+    assert "[0] &lt;b&gt;loss&lt;/b&gt; ***\n[1] step 7 loss 0.5</pre>" in page and "hunter" not in page
+    assert "step 10, loss 0.125" in page and page.count("<svg") == 1 and ">7</td>" in page
+    running.log(1).write_text("step 7 loss 0.5\nstep 8 loss 0.4\n")
+    noted(running, RestartDecided(True, "restart 1 of 3", 0.0))
+    page = site.get("/jobs/a-1/").text
+    assert "[1] step 7 loss 0.5\n[1] step 8 loss 0.4</pre>" in page
+    assert "restarting all workers (restart 1 of 3)" in page
+
+
+def test_logs_must_be_shown_as_text_without_secrets_and_links(site, running, tmp_path):
+    running.log(0).write_text("<b>token</b> hunter2000\x1b[2J\n")
+    log = site.get("/jobs/a-1/logs/rank-0.log")
+    assert (log.status, log.text) == (200, "<b>token</b> ***\n")
+    assert log.headers["Content-Type"].startswith("text/plain") and log.headers["X-Content-Type-Options"] == "nosniff"
+    assert site.get("/jobs/a-1/logs/rank-1.log").status == 404
+    running.log(1).symlink_to(running.spec)
+    assert site.get("/jobs/a-1/logs/rank-1.log").status == 404
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["", "/x", "/jobs/", "/jobs/none-1/", "/jobs/../", "/jobs/%2e%2e/", "/jobs/a-1", "/jobs/a-1/job.yaml"]
+    + ["/compare", "/compare?job=none-1", "/compare?job=..%2Fa-1", "/compare?job=a-1", "/jobs/a-1/logs/rank-x.log"],
+)
+def test_anything_else_must_not_be_found(site, running, path):
+    assert site.get(path).status == 404
+
+
+def test_a_page_without_the_token_or_for_another_host_must_be_refused(site, running):
+    assert [site.get("/", token=token).status for token in ("", "x", site.server.token + "x", "%C3%BC")] == [404] * 4
+    assert site.get("/", host=f"example.com:{site.port}").status == 403
+    assert site.get("/", host=f"localhost:{site.port}").status == 200
+    assert site.get("/", method="POST").status == 501
+    assert site.server.server_address[0] == "127.0.0.1" and len(site.server.token) >= 22
+
+
+def test_runs_of_other_accounts_must_not_be_shown(site, running, tmp_path):
+    shutil.copytree(running.root, tmp_path / "c-3", symlinks=True)  # without a record
+    assert "c-3" not in site.get("/").text and site.get("/jobs/c-3/").status == 404
+
+
+SCRIPT = """
+import json, os, pathlib, time
+folder, step = pathlib.Path(os.environ["JOB_DIR"]), 0
+print("rank", os.environ["RANK"], "begins", flush=True)
+while not (folder / "finish").exists():
+    step += 1
+    if os.environ["RANK"] == "0":
+        with open(folder / "metrics.jsonl", "a") as file:
+            file.write(json.dumps({"step": step, "loss": 1 / step}) + "\\n")
+    time.sleep(0.05)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not CHROMIUM, reason="no Chromium")
+def test_a_browser_must_follow_a_job_to_its_report_and_compare_it(cli, nothing_left):
+    sync = pytest.importorskip("playwright.sync_api")
+    (cli.folder / "steps.py").write_text(SCRIPT)
+    run = ("run", "--engine", "process", "--trainers", "1")
+    earlier = cli(*run, "sh", "-c", "echo loss 1; echo loss 0.5")
+    assert earlier.returncode == 0, earlier.stderr
+    command = [sys.executable, "-m", "orchestrate", "serve", "--port", "0"]
+    job = cli.start(*run, "steps.py")
+    with contextlib.ExitStack() as stack:
+        serving = stack.enter_context(
+            subprocess.Popen(command, cwd=cli.folder, env=cli.env, text=True, stdout=subprocess.PIPE)
+        )
+        stack.callback(serving.send_signal, signal.SIGINT)
+        assert serving.stdout
+        address = serving.stdout.readline().strip()
+        player = stack.enter_context(sync.sync_playwright())
+        arguments = ["--no-sandbox"] if os.getuid() == 0 else []
+        browser = player.chromium.launch(executable_path=CHROMIUM, args=arguments)
+        stack.callback(browser.close)
+        page = browser.new_page(viewport={"width": 400, "height": 800})
+        problems: list[str] = []
+        page.on("console", lambda message: problems.append(message.text))
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        page.goto(address)
+        page.wait_for_selector("text=steps-", timeout=60_000)  # the list updates itself
+        page.click("text=steps-")
+        page.wait_for_selector("svg", timeout=60_000)
+        seen = "Number(document.querySelector('tbody td:nth-child(4)').textContent)"
+        before = page.evaluate(seen)
+        eventually(lambda: page.evaluate(seen) > before)  # without being loaded again
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        cli.finish_jobs()
+        page.wait_for_selector("text=succeeded", timeout=60_000)  # the report
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        assert page.locator("h2").all_inner_texts()[0] == "Metrics"
+        page.goto(address)
+        for box in page.locator("input[type=checkbox]").all():
+            box.check()
+        page.click("text=Compare selected jobs")
+        page.wait_for_selector("text=Settings", timeout=60_000)
+        assert page.locator("mark").count() >= 1
+        assert problems == []
+    job.communicate(timeout=60)
+    assert job.returncode == 0
+
+
+def test_a_port_that_is_in_use_must_be_reported(cli):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        done = cli("serve", "--port", str(taken.getsockname()[1]))
+    assert done.returncode == 4 and "error: cannot listen on port" in done.stderr and "--port PORT" in done.stderr
+
+
+def test_addresses_must_be_relative_so_that_the_token_stays_in_them(site, running):
+    links = [part.partition('"')[0] for part in site.get("/jobs/a-1/").text.split('href="')[1:]]
+    assert links and not any(urllib.parse.urlsplit(link).scheme or link.startswith("/") for link in links)
+    assert json.dumps(links).count("logs/rank-") == 3
