@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from orchestrate.errors import UsageError
 from orchestrate.files import lock
 from orchestrate.files.paths import JobPaths
-from orchestrate.job import events, store
+from orchestrate.job import events, store, usage
 from orchestrate.job.logs import Follower
 from orchestrate.job.spec import JobSpec
 from orchestrate.supervise.output import listen, texts
 from orchestrate.view.printer import Printer, Style
 from orchestrate.view.progress import Reader
 from orchestrate.view.screen import Screen
+
+USAGE_INTERVAL = 1.0  # seconds
 
 
 class Following:
@@ -26,12 +30,25 @@ class Following:
         self.printer = Printer(store.load(paths)[1], style)
         self.refresh = listen(follower, Reader(spec.metrics), screen)
         self.seen, self.size = 0, -1  # events, and bytes of their file
+        self.used, self.due = 0.0, 0.0  # time of the last usage, and of the next question for it
         follower.marks, follower.colors = False, style.colors
 
     @property
     def running(self) -> bool:
         """Whether the job has a supervisor."""
         return bool(lock.holder(self.paths)) and not store.ended(self.paths)
+
+    def _use(self) -> None:
+        """Show what the workers use, if the screen does; their supervisor writes it once it is asked."""
+        if not self.screen.watch or time.monotonic() < self.due:
+            return
+        self.due = time.monotonic() + USAGE_INTERVAL
+        with contextlib.suppress(OSError):
+            usage.ask(self.paths)
+        written, found = usage.read(self.paths)
+        if written > self.used:
+            self.used = written
+            self.screen.watch(found)
 
     def turn(self, end: bool = False) -> Iterator[str]:
         """Yield the output since the last call as text; `end` includes a last line without a newline."""
@@ -41,6 +58,7 @@ class Following:
                 self.seen += 1
                 self._take(event)
         yield from texts(self.follower, self.printer, end)
+        self._use()
         self.refresh()
 
     def _take(self, event: events.Event) -> None:

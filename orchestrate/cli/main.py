@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from orchestrate import console, errors
-from orchestrate.cli import attach, cluster, commands, defaults, events, logs, prune, ps, report, resume, watch
+from orchestrate.cli import attach, cluster, commands, defaults, events, logs, prune, ps, report, resume, top, watch
 from orchestrate.cli.arguments import flags, parse
 from orchestrate.cli.find import resolve_runs
 from orchestrate.cli.options import RUN_COMMANDS
@@ -54,6 +54,7 @@ BY_NAME = {
     "ps": ps.ps,
     "resume": resume.resume,
     "serve": _serve,
+    "top": top.top,
 }
 IMPORT_TIMEOUT = 120.0  # seconds for the nodes of a cluster to import packages; torch takes 2 to 20
 

@@ -47,6 +47,7 @@ RUN_COMMANDS = {
 JOB_COMMANDS = {
     "logs": "print the output of a job's workers",
     "events": "print what happened to a job, and when",
+    "top": "show what the workers of a running job use: CPU, memory, GPUs",
     "report": "write a page about jobs that have ended: report.html",
     "attach": "follow a job until it ends; take over if it has no supervisor",
     "resume": "continue a job that was stopped or failed, from its last checkpoint",
@@ -54,7 +55,7 @@ JOB_COMMANDS = {
     "stop": "stop a job and remove its nodes",
     "rm": "remove a job that has ended, with its files and any leftover nodes",
 }
-LATEST_BY_DEFAULT = ("logs", "events", "report", "attach", "resume", "wait")  # commands whose JOB is optional
+LATEST_BY_DEFAULT = ("logs", "events", "top", "report", "attach", "resume", "wait")  # commands whose JOB is optional
 LATEST = "latest"
 COMMAND = "[[--] SCRIPT.py ARGS | -m MODULE ARGS | PROGRAM ARGS]"
 EXITS = """\
@@ -196,6 +197,8 @@ def _add_job_commands(subparsers: Subparsers) -> None:
             command.add_argument(
                 "others", nargs="*", type=_job, metavar="OTHER", help="jobs to compare it with, in RUNS/report.html"
             )
+        if name == "top":
+            command.add_argument("--once", action="store_true", help="print the table once, and exit")
         if name in ("logs", "events"):
             command.add_argument("-f", "--follow", action="store_true", help="follow the job until it ends")
         if name in ("stop", "rm"):

@@ -52,6 +52,7 @@ class Watch(Folded):
         self.spec = spec
         self.happened: deque[tuple[float, str]] = deque(maxlen=MAX_EVENTS)
         self.lines: deque[str] = deque(maxlen=MAX_LINES)
+        self.watch = self.activity
         self.following = Following(paths, spec, launch.rest(paths, spec, plan), self, Style())
 
     def event(self, event: Any) -> None:

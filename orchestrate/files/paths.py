@@ -111,6 +111,16 @@ class JobPaths:
         return self.root / "times.jsonl"
 
     @property
+    def usage(self) -> Path:
+        """What the workers use, as JSON, while another process asks for it."""
+        return self.root / "usage.json"
+
+    @property
+    def usage_asked(self) -> Path:
+        """The file by which another process asks for `usage`: the time of its last change counts."""
+        return self.root / "usage.asked"
+
+    @property
     def fence(self) -> Path:
         """The fence: the generation whose workers may save, and start unless it is `over`."""
         return self.shared / FENCE

@@ -19,6 +19,7 @@ BUSY = 0.05  # fraction of its memory above which a GPU counts as in use; the dr
 DESKTOP_MEMORY = 2 << 30
 MAX_GPUS_READ = 1024  # GPUs read from a listing, which may come from a container
 LIST, DETAILS = ("nvidia-smi", "-L"), ("nvidia-smi", "-q", "-x")  # only the first lists UUIDs of MIG instances
+UTILIZATION = ("nvidia-smi", "--query-gpu=uuid,utilization.gpu,memory.used", "--format=csv,noheader,nounits")
 NVIDIA_SMI_TIMEOUT = 60.0  # seconds for each; without persistence mode, each loads the driver
 VENDORS = {"0x10de": "NVIDIA", "0x1002": "AMD", "0x8086": "Intel"}  # PCI vendor ids
 DISPLAY = ("0x03", "0x12")  # PCI classes: display controllers, processing accelerators
@@ -76,6 +77,15 @@ def look() -> tuple[Gpu, ...]:
     """GPUs that `nvidia-smi` lists on this machine; empty if it is not installed or fails."""
     listing = _output(LIST)
     return read(listing, _output(DETAILS)) if LINE.search(listing) else ()
+
+
+def utilization() -> dict[str, tuple[float, int]]:
+    """Share of the time in which each GPU of this machine computes, from 0 to 1, and bytes in use, by UUID."""
+    found = {}
+    for line in _output(UTILIZATION).splitlines()[:MAX_GPUS_READ]:
+        if match := re.fullmatch(r"(GPU-[\w-]{1,90}), ([0-9]{1,3}), ([0-9]{1,9})", line.strip()):
+            found[match[1]] = int(match[2]) / 100, int(match[3]) << 20
+    return found
 
 
 def read(listing: str, details: str) -> tuple[Gpu, ...]:

@@ -11,6 +11,7 @@ from typing import Any
 from markupsafe import Markup
 
 from orchestrate import __version__
+from orchestrate.job.limits import format_bytes
 from orchestrate.pages import charts
 from orchestrate.pages.curves import Curve
 from orchestrate.pages.page import TEMPLATES, UNPRINTABLE, duration
@@ -75,6 +76,7 @@ def live(
         events=events,
         lines="\n".join(lines),
         metrics=metrics,
+        bytes=format_bytes,
     )
 
 

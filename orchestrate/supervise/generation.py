@@ -170,9 +170,10 @@ class Generation:
         if not self.why and self.files.gone():
             self._stop(REMOVED)
         self.job.check()
-        if self.job.watch and time.monotonic() > self.watched + WATCH_INTERVAL:
+        if time.monotonic() > self.watched + WATCH_INTERVAL:
             self.watched = time.monotonic()
-            self.job.watch(self.job.session.activity())
+            if self.job.watch.wanted:
+                self.job.watch.take(self.job.session.activity())
         self._check_troubles(seen.troubles)
         if self.why or self.hung:
             return

@@ -20,7 +20,7 @@ from orchestrate.engines.base import Engine
 from orchestrate.errors import OrchestrateError, UsageError
 from orchestrate.files import folder, lock, log_file, records
 from orchestrate.files.paths import JobPaths
-from orchestrate.job import report, store, strict_yaml
+from orchestrate.job import report, store, strict_yaml, usage
 from orchestrate.job.events import OURS, Event, JobEnded, NodesDown, SupervisorStarted, WorkersStarted
 from orchestrate.job.logs import Follower
 from orchestrate.job.outcomes import JobResult, Outcome
@@ -33,7 +33,7 @@ from orchestrate.node.command import of_python
 from orchestrate.supervise.board import Board
 from orchestrate.supervise.job_files import JobFiles
 from orchestrate.supervise.notify import Notifier
-from orchestrate.supervise.output import Output, listen
+from orchestrate.supervise.output import Output, Usage, listen
 from orchestrate.supervise.stores import Stores
 from orchestrate.supervise.supervisor import Supervisor
 from orchestrate.view.progress import Reader
@@ -153,7 +153,9 @@ def supervise(
             emit = recorder(paths, show_event, hide=hide)
             emit(SupervisorStarted(plan.job_id))
             stores = _stores(spec, paths, stops, emit)
-            supervisor = Supervisor(spec, plan, seen, engine, emit, stops, files, save_plan, stores, shown.screen)
+            supervisor = Supervisor(
+                spec, plan, seen, engine, emit, stops, files, save_plan, stores, Usage(paths, shown.screen)
+            )
             try:
                 result = supervisor.supervise()
             except OrchestrateError as error:
@@ -235,6 +237,7 @@ def _finish(files: JobFiles, data: dict[str, Any], stores: Stores, show: Callabl
         lambda: records.write(paths.report, json.dumps(data, indent=2) + "\n"),
         lambda: store.move_from_cluster(paths),
         lambda: folder.harmless(paths.shared),
+        lambda: usage.remove(paths),
         stores.publish,
     ]
     if not data["left_behind"]:

@@ -7,12 +7,16 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from orchestrate.console import phase, progress
+from orchestrate.files.paths import JobPaths
+from orchestrate.job import usage
 from orchestrate.job.logs import Follower
+from orchestrate.job.outcomes import Activity
 from orchestrate.job.plan import Plan
 from orchestrate.job.times import Clock
+from orchestrate.supervise.running import Watch
 from orchestrate.view.printer import Printer
 from orchestrate.view.progress import Progress, Reader
 from orchestrate.view.screen import Screen, Shown
@@ -48,6 +52,28 @@ def texts(follower: Follower, printer: Printer, end: bool) -> Iterator[str]:
     """Yield the next part of the workers' output."""
     most = MAX_READ if len(follower.ranks) < 2 else max(MIN_READ, MAX_READ // len(follower.ranks))
     return printer.texts(follower.lines(end, most), time.time())
+
+
+class Usage(Watch):
+    """Passes what the workers are doing to the screen, and to other processes that ask for it."""
+
+    def __init__(self, paths: JobPaths, screen: Screen) -> None:
+        self.paths, self.screen = paths, screen
+
+    @property
+    def wanted(self) -> bool:
+        """Whether the screen shows it, or another process asks for it."""
+        return self.screen.watch is not None or usage.asked(self.paths)
+
+    def take(self, found: Mapping[int, Activity]) -> None:
+        """Take what the workers are doing, by rank."""
+        if self.screen.watch:
+            self.screen.watch(found)
+        if usage.asked(self.paths):
+            try:
+                usage.write(self.paths, found)
+            except OSError as error:
+                log.debug("%s cannot be written: %s", self.paths.usage, error)
 
 
 class Output:

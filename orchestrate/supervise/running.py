@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
@@ -21,6 +21,18 @@ from orchestrate.supervise.job_files import JobFiles
 ENGINE_TIMEOUT = 300.0  # seconds that the engine may not respond, or the disk of the run directory may be full
 STOPPING_TIMEOUT = 10.0  # the same in seconds while the job is being stopped
 TRANSIENT_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
+
+
+class Watch:
+    """Wants no activity of workers; `Usage` in `output.py` overrides this."""
+
+    @property
+    def wanted(self) -> bool:
+        """Whether to ask nodes what their workers are doing."""
+        return False
+
+    def take(self, found: Mapping[int, Activity]) -> None:
+        """Take what the workers are doing, by rank."""
 
 
 class _TransientError(OSError):
@@ -39,7 +51,7 @@ class Running:
     stops: Callable[[], int]  # number of stop requests so far
     files: JobFiles
     check: Callable[[], None] = lambda: None  # to be called several times a second while workers run
-    watch: Callable[[Mapping[int, Activity]], None] | None = None  # gets what the workers are doing, every second
+    watch: Watch = field(default_factory=Watch)  # gets what the workers are doing, every second if it is wanted
     since: float = 0.0  # seconds from the job's start to its last resumption
 
     @cached_property

@@ -20,9 +20,8 @@ from orchestrate.supervise.generation import BY_USER, Generation
 from orchestrate.supervise.job_files import JobFiles
 from orchestrate.supervise.nodes import Nodes
 from orchestrate.supervise.policy import decide
-from orchestrate.supervise.running import Running
+from orchestrate.supervise.running import Running, Watch
 from orchestrate.supervise.stores import Stores
-from orchestrate.view.screen import Screen
 
 
 class Supervisor:
@@ -39,7 +38,7 @@ class Supervisor:
         files: JobFiles,
         keep: Callable[[Plan], None],
         stores: Stores | None = None,
-        screen: Screen | None = None,
+        watch: Watch | None = None,
     ) -> None:
         """`plan` is the plan of the newest generation, and `keep` saves the plan of each new one.
         `run` is the folder that nodes see: the job folder, or the cluster's folder, which contains it.
@@ -58,7 +57,7 @@ class Supervisor:
             files=files,
             since=self.history.since,
             check=self.stores.check,
-            watch=screen.watch if screen else None,
+            watch=watch or Watch(),
         )
         self.spec, self.emit, self.stops, self.files = spec, emit, stops, files
         self.nodes = Nodes(self.job, self.history.hosts, keep)

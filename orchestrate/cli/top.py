@@ -1,0 +1,69 @@
+"""`top`: what the workers of a running job use."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from orchestrate import console, errors
+from orchestrate.cli import commands
+from orchestrate.errors import OrchestrateError, ResourceError, UsageError
+from orchestrate.files import lock
+from orchestrate.files.paths import JobPaths
+from orchestrate.job import gpus, store, usage
+
+if TYPE_CHECKING:
+    from orchestrate.view.top import Top
+
+INTERVAL = 1.0  # seconds between two samples
+TIMEOUT = 15.0  # seconds to wait for the first two
+
+
+def top(args: argparse.Namespace) -> int:
+    """Show CPU, memory and GPU use of each worker until the job ends; without a terminal, once."""
+    try:
+        from orchestrate.view.top import Top, full_screen  # only here: it imports rich
+    except ImportError:
+        raise ResourceError("top needs the package rich", "pip install rich") from None
+    paths = commands.paths_of(args)
+    spec, plan = store.load(paths)
+    if store.ended(paths):
+        raise UsageError(f"{paths.root.name} has ended", f"python -m orchestrate report {paths.root.name}")
+    state = Top(plan, spec.cpus or len(plan.inventory.cores) or 1)
+    live = console.replaces(sys.stdout) and not args.once
+    with commands.watching(paths.root.name), full_screen(state) if live else contextlib.nullcontext() as draw:
+        for count in samples(paths, state):
+            if draw:
+                draw()
+            elif count == 2:
+                break
+    if not live:
+        for line in state.lines():
+            console.out(line)
+    return errors.SUCCEEDED
+
+
+def samples(paths: JobPaths, state: Top) -> Iterator[int]:
+    """Take samples until the job ends; yield their number so far. Raises OrchestrateError if there are none."""
+    count, deadline, has_gpus = 0, time.monotonic() + TIMEOUT, bool(state.plan.gpus)
+    while not store.ended(paths):
+        if not lock.holder(paths):
+            commands.unsupervised(paths)
+        usage.ask(paths)
+        written, found = usage.read(paths)
+        if written > state.last[0] and found:
+            state.take(written, found)
+            if has_gpus:
+                state.take_gpus(gpus.utilization())
+            count += 1
+            yield count
+        elif count < 2 and time.monotonic() > deadline:
+            raise OrchestrateError(
+                f"the supervisor of {paths.root.name} does not report what its workers use",
+                "try again once they have started",
+            )
+        time.sleep(INTERVAL / 2)
