@@ -13,6 +13,7 @@ import pytest
 from conftest import ROOT, docker, eventually
 from support.engines import Engine
 from support.faults import Background, complete
+from support.printed import printed
 
 from orchestrate.job.spec import IMAGE
 
@@ -40,9 +41,10 @@ def test_a_killed_worker_must_restart_the_gang_from_its_checkpoint(ready, engine
     assert 0 <= max(before) + 1 - again[0] <= 10
     ports = [event["master_port"] for event in job.events("generation_starting")]
     assert len(set(ports)) == 2
-    for rank, node in enumerate(("master", "trainer-1", "trainer-2")):  # each line was shown once
-        shown = [line.partition("| ")[2] for line in job.out.splitlines() if line.startswith(f"{node} {rank} ")]
-        assert shown == [line for line in ready.log(rank).splitlines() if line != "[node] generation 1"]
+    for rank in range(3):  # each line was shown once
+        assert printed(job.out, rank) == [
+            line for line in ready.log(rank).splitlines() if line != "[node] generation 1"
+        ]
 
 
 @pytest.mark.parametrize("node", ["trainer-2", "master"])

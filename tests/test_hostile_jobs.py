@@ -107,7 +107,7 @@ def test_a_node_must_not_see_runs_git_or_ignored_files_in_the_code_folder(cli, d
     assert (copied["kept.txt"], copied["x/runs/a"]) == ("kept", "kept")
     assert not {".env", "keys/a/b"} & copied.keys()
     assert not any(name.startswith(("runs/", ".git/", "keys/")) for name in names)
-    assert seen["job"] == ["checkpoints", "generation", "logs", "work"] and len(seen["sockets"]) == 1
+    assert seen["job"] == [".status-token", "checkpoints", "generation", "logs", "work"] and len(seen["sockets"]) == 1
     assert "job.yaml" not in seen["up"] and "plan.json" not in seen["up"]
 
 

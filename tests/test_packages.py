@@ -7,6 +7,7 @@ import subprocess
 import pytest
 import yaml
 from conftest import docker
+from support.printed import printed
 
 pytestmark = pytest.mark.xdist_group("packages")  # each test removes the images that exist only since it began
 PACKAGE = "cowsay==6.1"  # small, and nothing depends on it
@@ -41,7 +42,7 @@ def test_packages_must_be_installed_once_and_seen_by_scripts_and_programs(instal
         done = installing(*run, *command)
         assert done.returncode == 0, done.stderr
         assert bool(re.search(r"^installing 2 packages in ", done.stderr, re.M)) == installs
-        assert done.stdout.count("| has 6.1 None") == 2
+        assert [printed(done.stdout, rank) for rank in range(2)] == [["has 6.1 None"]] * 2
     resolved = yaml.safe_load(next(installing.folder.glob("runs/*/job.yaml")).read_text())
     assert (resolved["requirements"], resolved["pip"]) == ("", ["--prefer-binary", PACKAGE])
 
@@ -75,7 +76,7 @@ def test_an_image_must_be_built_from_a_dockerfile_without_root_and_secrets(insta
     done = installing("run", "--engine", engine, "--trainers", "0", "--gpus", "none", *options, "uses.py")
     assert done.returncode == 0, done.stderr
     assert f"image built from {installing.folder}/image with 2 packages" in done.stderr
-    assert "| has 6.1" in done.stdout
+    assert printed(done.stdout, 0) == ["has 6.1 "]
     made = images() - before
     assert {name.partition(":")[0] for name in made} == {*NAMES}
     for name in made:
@@ -91,10 +92,10 @@ def test_nodes_that_are_up_must_not_be_used_once_their_dockerfile_has_changed(in
     options = ("--engine", engine, "--trainers", "0", "--gpus", "none", "--dockerfile", ".")
     assert installing("up", *options).returncode == 0
     done = installing("run", *options, "uses.py")
-    assert ("| has 0 first" in done.stdout, ", on cluster-" in done.stderr) == (True, True), done.stderr
+    assert ("[0] has 0 first" in done.stdout, ", on cluster-" in done.stderr) == (True, True), done.stderr
     file.write_text(file.read_text().replace("first", "second"))
     done = installing("run", *options, "uses.py")
-    assert ("| has 0 second" in done.stdout, "its image has been built again" in done.stderr) == (True, True), (
+    assert ("[0] has 0 second" in done.stdout, "its image has been built again" in done.stderr) == (True, True), (
         done.stderr
     )
     assert installing("down", "cluster").returncode == 0

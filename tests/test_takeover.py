@@ -14,6 +14,7 @@ import pytest
 from conftest import eventually, processes
 from support.faults import Background, complete
 from support.optional import not_none
+from support.printed import printed
 
 from orchestrate.files import lock
 from orchestrate.files.paths import JobPaths
@@ -45,7 +46,7 @@ def test_training_must_continue_without_its_orchestrator_until_another_takes_ove
     done = attach(cli)
     assert done.returncode == 0, done.stderr
     assert done.stderr.splitlines()[-1] == f"runs/{cli.run_dir().name}"
-    assert f"[2] step {job.steps(2)[-1][0]} in 0" in done.stdout
+    assert f"step {job.steps(2)[-1][0]} in 0" in printed(done.stdout, 2)
     assert_succeeded(job, 1)
 
 
@@ -203,7 +204,7 @@ def test_attach_must_follow_a_supervised_job_and_take_over_if_the_supervisor_die
     cli.finish_jobs()
     out, err = second.communicate(timeout=300)
     assert second.returncode == 0, err
-    shown = [line.partition("| ")[2] for line in out.splitlines() if line.startswith("trainer-1 1 |")]
+    shown = printed(out, 1)
     log = cli.log(1).splitlines()
     assert shown == log[len(log) - len(shown) :] and len(shown) > 20  # each line once, beginning with last lines
     assert_succeeded(job, 1)

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 from conftest import DOCKER_REQUIRED
+from support.printed import printed
 
 from orchestrate.engines.docker import toolkit
 from orchestrate.engines.docker.client import Daemon
@@ -68,7 +69,7 @@ def on_cdi(docker_engine, cli):
 def test_nodes_must_see_their_gpus_as_cdi_devices(on_cdi, nothing_left):
     done = on_cdi(toolkit.CDI, "run", "--engine", "docker", "--gpus", "2", "--trainers", "1", "--", "lists.py")
     assert done.returncode == 0 and "NCCL on GPU" in done.stderr, done.stderr
-    assert [line.rpartition("| ")[2] for line in done.stdout.splitlines()] == ["sees 2 has 1"] * 2
+    assert [printed(done.stdout, rank) for rank in range(2)] == [["sees 2 has 1"]] * 2
 
 
 @pytest.mark.docker
