@@ -8,6 +8,7 @@ import re
 import select
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from conftest import eventually
@@ -18,6 +19,7 @@ from orchestrate.job import events, store
 from orchestrate.job.outcomes import Activity
 from orchestrate.job.spec import JobSpec
 from orchestrate.view.folded import PlainScreen
+from orchestrate.view.live import LiveScreen
 from orchestrate.view.progress import parse
 from orchestrate.view.render import picture, spark
 from orchestrate.view.state import View, clock
@@ -187,3 +189,22 @@ def test_a_line_of_status_must_be_printed_from_time_to_time(paths, capsys, monke
     (paths.shared / "metrics.jsonl").write_text('{"step": 200, "total_steps": 270, "loss": 0.125}\n')
     screen.refresh(dict)
     assert capsys.readouterr().err.startswith("a-1: step 200 of 270 (74%)")
+
+
+def test_pictures_must_be_drawn_less_often_if_they_take_long(paths, monkeypatch):
+    pytest.importorskip("rich")
+    screen = LiveScreen(store.look(paths)[1], paths, KEYS)
+    clock = SimpleNamespace(now=100.0, cpu=0.0)
+    clock.monotonic, clock.thread_time = lambda: clock.now, lambda: clock.cpu
+    monkeypatch.setattr("orchestrate.view.live.time", clock)
+    drawings: list[float] = []
+
+    def draw() -> None:
+        drawings.append(clock.now)
+        clock.cpu += 0.02  # of a second
+
+    monkeypatch.setattr(screen, "_draw", draw)
+    for tenth in range(30):
+        clock.now = 100.0 + tenth / 10
+        screen.refresh(dict)
+    assert drawings == [100.0, 101.0, 102.0]  # 2% of a core

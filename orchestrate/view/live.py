@@ -17,7 +17,8 @@ from orchestrate.view.folded import Folded
 from orchestrate.view.progress import Progress
 from orchestrate.view.render import picture
 
-INTERVAL = 0.25  # seconds between two pictures, at least: one of 64 ranks takes 4 ms
+INTERVAL = 0.25  # seconds between two pictures, at least
+MAX_LOAD = 0.02  # of a core; a picture of 64 ranks takes 4 to 12 ms, depending on the size of the terminal
 MAX_LINES = 500  # that wait for the next picture
 
 
@@ -38,7 +39,7 @@ class LiveScreen(Folded):
             get_renderable=self._picture,
         )
         self.lines: list[str] = []
-        self.drawn = 0.0
+        self.due = 0.0  # when the next picture may be drawn
         self.watch = self.activity
 
     def _picture(self):  # type: ignore[no-untyped-def]
@@ -60,10 +61,12 @@ class LiveScreen(Folded):
     def refresh(self, bars: Callable[[], Mapping[int, Progress | None]]) -> None:
         """Draw again, unless that was just done."""
         with self.lock:
-            if time.monotonic() < self.drawn + INTERVAL:
+            if time.monotonic() < self.due:
                 return
+            began = time.thread_time()
             self.catch_up(bars())
             self._draw()
+            self.due = time.monotonic() + max(INTERVAL, (time.thread_time() - began) / MAX_LOAD)
 
     def _draw(self) -> None:
         with contextlib.suppress(OSError):  # the terminal is gone
@@ -71,7 +74,6 @@ class LiveScreen(Folded):
                 self.terminal.out("\n".join(self.lines), highlight=False)
             self.lines = []
             self.live.refresh()
-        self.drawn = time.monotonic()
 
     def close(self) -> None:
         """Print the remaining lines, and remove the picture."""
