@@ -107,11 +107,15 @@ def test_a_folder_must_be_run_and_other_paths_must_start_at_the_current_folder(c
     report = json.loads(next(cli.folder.glob("runs/*/report.json")).read_text())
     assert (report["commit"], report["dirty"]) == (git(repository, "rev-parse", "HEAD"), True)
     assert report["code"] == str(repository / "train")
+    (patch,) = cli.folder.glob("runs/*/changes.patch")
+    assert "-print('version 2')\n+import os; print(os.listdir(os.environ['DATA_TRAIN']))\n" in patch.read_text()
+    assert patch.stat().st_mode & 0o777 == 0o600
+    assert '<a href="changes.patch">' in patch.with_name("report.html").read_text()
 
 
 def test_a_folder_without_a_repository_must_have_no_commit(tmp_path, monkeypatch):
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    assert source.revision(tmp_path)() == ""
+    assert source.revision(tmp_path)() == source.changes(tmp_path) == ""
 
 
 def test_files_that_git_does_not_track_must_not_make_a_folder_dirty(repository):
@@ -129,7 +133,11 @@ def test_filters_that_a_repository_names_must_not_run(repository, tmp_path, driv
         git(repository, "config", f"filter.{driver}.{key}", f"touch {tmp_path}/evil; cat")
     git(repository, "config", f"filter.{driver}.required", "true")
     (repository / "train" / "say.py").write_text("print('changed 2')\n")
+    git(repository, "config", "diff.external", f"touch {tmp_path}/evil")
+    git(repository, "config", "diff.y.textconv", f"touch {tmp_path}/evil; cat")
+    (repository / ".git" / "info" / "attributes").write_text("* diff=y\n")
     assert source.revision(repository)() == git(repository, "rev-parse", "HEAD") + "-dirty"
+    assert "+print('changed 2')" in source.changes(repository)
     assert not (tmp_path / "evil").exists()
 
 
@@ -144,7 +152,7 @@ def test_objects_that_a_repository_leaves_out_must_not_be_fetched(repository, tm
     for name, value in settings.items():
         git(repository, "config", name, value)
     source.revision(repository)()
-    assert not (tmp_path / "evil").exists()
+    assert source.changes(repository) == "" and not (tmp_path / "evil").exists()
 
 
 def test_variables_of_a_git_hook_must_not_lead_to_another_repository(repository, tmp_path, monkeypatch):

@@ -201,6 +201,7 @@ def _run(args: argparse.Namespace, script: list[str] | None) -> int:
         return errors.SUCCEEDED
     stops = commands.count_signals(spec) if not args.detach else lambda: 0
     store.create(spec, job_plan, paths)
+    store.keep_changes(spec, job_plan, paths)
     if stdin:
         _write_stdin(stdin, paths)
     if not watch.quiet(args):

@@ -51,6 +51,7 @@ def resume(args: argparse.Namespace) -> int:
             wanted = plan(spec, inventory, placement, name, port(placement.network, number), number)
             records.reopen(paths.root, secrets.token_bytes(32))
             store.keep(paths, wanted)
+            store.keep_changes(spec, wanted, paths)
             record(JobResumed())
             record.close()
             paths.page.unlink(missing_ok=True)

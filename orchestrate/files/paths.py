@@ -111,6 +111,11 @@ class JobPaths:
         return self.root / "times.jsonl"
 
     @property
+    def patch(self) -> Path:
+        """What differs in the code folder from its Git commit, if anything does."""
+        return self.root / "changes.patch"
+
+    @property
     def usage(self) -> Path:
         """What the workers use, as JSON, while another process asks for it."""
         return self.root / "usage.json"

@@ -27,6 +27,7 @@ CACHE = "sources"  # with a folder per repository: `git`, and a checkout per com
 COMMIT = re.compile(r"[0-9a-f]{40}(?:[0-9a-f]{24})?")  # SHA-1 or SHA-256
 READABLE = 0o022  # umask: nodes may run as another user; the cache itself is private
 FETCH_TIMEOUT = 600  # seconds
+MAX_CHANGES = 1 << 20  # characters
 STATUS_TIMEOUT = 5.0  # seconds; a huge repository must not delay the job
 # Only protocols that cannot run programs on this machine, no prompts, and messages in English.
 SAFE = {"GIT_ALLOW_PROTOCOL": "https:ssh:file", "GIT_TERMINAL_PROMPT": "0", "GIT_LFS_SKIP_SMUDGE": "1", "LC_ALL": "C"}
@@ -183,6 +184,26 @@ def revision(folder: Path) -> Callable[[], str]:
     return result
 
 
+def changes(folder: Path) -> str:
+    """Return what differs in tracked files of a repository from its commit, as `git diff` prints it; at most 1 MiB.
+
+    It is empty if there is no repository or no difference, or if that cannot be found out in time.
+    """
+    command = ["git", *PLAIN, "diff", "--no-color", "--no-ext-diff", "--no-textconv", "--ignore-submodules=all", "HEAD"]
+    try:
+        found = _output(command, folder, _without(_drivers(folder)))
+    except (OSError, ValueError, subprocess.TimeoutExpired):
+        return ""
+    more = len(found) - MAX_CHANGES
+    return found if more <= 0 else f"{found[:MAX_CHANGES]}\n(and {more} more characters)\n"
+
+
+def _drivers(folder: Path) -> list[str]:
+    """Return the filter drivers that a repository configures."""
+    found = _output(["git", *PLAIN, "config", "-z", "--name-only", "--get-regexp", r"^filter\."], folder, {})
+    return sorted({name.rpartition(".")[0] for name in found.split("\0") if name})
+
+
 def _status(folder: Path) -> str:
     command = [
         "git",
@@ -194,9 +215,7 @@ def _status(folder: Path) -> str:
         "--ignore-submodules=dirty",
     ]
     try:
-        found = _output(["git", *PLAIN, "config", "-z", "--name-only", "--get-regexp", r"^filter\."], folder, {})
-        drivers = sorted({name.rpartition(".")[0] for name in found.split("\0") if name})
-        done = _output(command, folder, _without(drivers))
+        done = _output(command, folder, _without(_drivers(folder)))
     except (OSError, ValueError, subprocess.TimeoutExpired):  # no git; an odd file name
         return ""
     commit = re.search(rf"^# branch\.oid ({COMMIT.pattern})$", done, re.MULTILINE)

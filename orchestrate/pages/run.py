@@ -48,6 +48,7 @@ class Run:
     command: str
     settings: dict[str, str]  # keys of the job file that differ from the default
     machine: str
+    patched: bool  # whether changes.patch has what differs from the commit
 
     @property
     def seconds(self) -> float:
@@ -128,6 +129,7 @@ def load(paths: JobPaths, report: dict[str, Any] | None = None) -> Run:
         command=command,
         settings=_set(spec, mask),
         machine=_machine(plan),
+        patched=paths.patch.exists(),
     )
 
 
