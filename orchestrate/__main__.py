@@ -26,6 +26,11 @@ def run() -> None:
     """Run the command line and exit with its exit code."""
     forget_current_folder()
     try:
+        if sys.argv[1:2] in (["run"], ["resume"], ["up"]):
+            from orchestrate.console import phase, replaces
+
+            if replaces(sys.stderr):
+                phase("loading orchestrate")  # importing everything takes a tenth of a second or more
         from orchestrate.cli.main import main
 
         code = main(sys.argv[1:])
