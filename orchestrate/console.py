@@ -42,6 +42,7 @@ class _Status:
     text = ""
     timer: threading.Timer | None = None
     shown = float("-inf")  # when progress was last shown
+    muted = False
 
 
 _status, _lock = _Status(), threading.RLock()
@@ -107,6 +108,12 @@ def attach(picture: Picture | None) -> None:
     _picture = picture
 
 
+def mute() -> None:
+    """Show no phases from now on."""
+    phase("")
+    _status.muted = True
+
+
 def phase(text: str) -> None:
     """Show what is in progress; an empty text ends the phase.
 
@@ -114,6 +121,8 @@ def phase(text: str) -> None:
     """
     if _picture:
         return _picture.phase(text)
+    if _status.muted:
+        return
     if not _lock.acquire(timeout=1):  # another thread is blocked in a write to a reader that does not read
         return
     try:

@@ -52,6 +52,9 @@ class Meanwhile:
     def sleep(self, seconds: float) -> None:
         self.happens()
 
+    def time(self) -> float:
+        return 0.0
+
 
 # --- finding a job
 

@@ -190,9 +190,9 @@ def test_scaling_a_service_of_an_inactive_profile_must_be_refused_by_name(projec
 
 @pytest.mark.slow
 def test_tensorboard_must_show_the_metrics_of_all_jobs(project, paths):
-    board = Board(paths, str)
     (paths.shared / "metrics.jsonl").write_text('{"step": 1, "loss": 0.5}\n{"step": 2, "loss": 0.25}\n')
-    board.catch_up(end=True)
+    with Board(paths, str):
+        pass
     port = str(free_port())
     profile, env = ("--profile", "tensorboard"), {"RUNS": str(paths.root.parent), "TENSORBOARD_PORT": port}
     started = project(*profile, "up", "--detach", "tensorboard", **env)

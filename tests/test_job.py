@@ -420,7 +420,7 @@ def test_worker_output_must_be_shown_before_a_later_message_of_ours(paths):
         release.set()
 
     follower, plan = launch.rest(paths, *store.load(paths)), store.load(paths)[1]
-    out = Output(follower, plan, Shown(show), Clock(paths.times), [])
+    out = Output(follower, plan, Shown(show), Clock(paths.times), lambda: None)
     with out.following():
         paths.log(0).write_text("of a worker\n")
         out.in_turn(lambda: show("ours"))
@@ -451,6 +451,32 @@ def test_a_reader_that_stops_reading_must_not_block_the_supervisor(paths, monkey
     data = launch.supervise(paths, engine, lambda: 0, Shown(show))
     resume.set()
     assert (data["outcome"], data["generations"]) == ("succeeded", 2)
+
+
+def test_an_error_in_the_output_thread_must_not_end_all_output(paths, monkeypatch):
+    create(paths)
+    engine, texts, calls = Whole([ALL_WELL]), output.texts, []
+
+    def broken(*arguments):
+        calls.append(1)
+        if len(calls) == 1:
+            raise KeyError("a bug")
+        return texts(*arguments)
+
+    monkeypatch.setattr(output, "texts", broken)
+    engine.start = after(engine.start, lambda: paths.log(0).write_text("a line\n"))
+    _, shown = supervise(paths, engine)
+    assert "[0] a line" in shown
+
+
+def test_a_long_line_that_arrives_in_parts_must_be_shown_at_the_end(paths, monkeypatch):
+    monkeypatch.setattr(output, "MAX_READ", 1000)
+    monkeypatch.setattr(output, "MIN_READ", 1000)
+    create(paths)
+    engine = Whole([ALL_WELL])
+    engine.start = after(engine.start, lambda: paths.log(0).write_text("x" * 100_000 + "\nlast\n"))
+    _, shown = supervise(paths, engine)
+    assert "[0] last" in shown
 
 
 def test_a_progress_bar_must_go_to_the_same_stream_as_worker_output(paths, monkeypatch):

@@ -66,6 +66,14 @@ def test_ps_must_print_json(do, jobs):
     assert json.loads("\n".join(do("ps", "--json")[1])) == []
 
 
+def test_ps_must_show_the_last_metrics_of_a_running_job(do, jobs):
+    rows = [{"step": step, "loss": 1 / step, "rank_seconds": [0.1]} for step in range(1, 5)]
+    (JobPaths(jobs / "running-1").shared / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with supervised(jobs / "running-1"):
+        (found,) = json.loads("\n".join(do("ps", "--json")[1]))
+    assert found["metrics"] == {"step": 4, "loss": 0.25}
+
+
 def test_prune_must_remove_only_jobs_that_ended_before_and_left_nothing(do, jobs):
     foreign = jobs / "cloned-1"
     foreign.mkdir()
@@ -157,6 +165,14 @@ def test_lines_must_be_sorted_and_selected_by_time(do, paths, options, lines):
     paths.times.write_text("".join(json.dumps({"time": when, "read": read}) + "\n" for when, read in notes))
     end(paths)
     assert do("logs", "a-1", *options)[:2] == (0, lines)
+
+
+@pytest.mark.parametrize("options", [["--ranks", "9"], ["--ranks", "x"], ["--json", "--progress", "json"]])
+def test_options_of_the_output_must_be_checked_before_there_is_a_job(do, options):
+    for detach in ([], ["--detach"]):
+        code, _, messages = do("run", *options, *detach, "--trainers", "2", "--", "-m", "app.train")
+        assert code == 2 and messages[-2].startswith("error: "), messages
+    assert not [*do.runs.glob("*/plan.json")]
 
 
 def test_times_must_be_printed(do, paths):

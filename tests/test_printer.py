@@ -113,7 +113,9 @@ def test_times_of_lines_must_be_those_at_which_they_were_read(tmp_path, monkeypa
     ]
     assert [times.at(1, offset) for offset in (0, 5, 9)] == [1009.0, 1030.0, None]
     assert Times(tmp_path / "missing").at(0, 0) is None
-    path.write_text('{"time": "x", "read": {"0": 1}}\n{"time": 1.5, "read": {"x": 1, "0": "y"}}\n[]\nnull\n')
+    path.write_text('{"time": "x", "read": {"0": 1}}\n{"time": 1.5, "read": {"x": 1, "0": "y", "²": 5}}\n[]\nnull\n')
+    with path.open("a") as file:
+        file.write('{"time": 1e400, "read": {"0": 1}}\n{"time": 1e300, "read": {"0": 1}}\n')
     assert Times(path).notes == {}
 
 

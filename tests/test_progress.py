@@ -6,7 +6,7 @@ import re
 import pytest
 
 from orchestrate.errors import UsageError
-from orchestrate.job.layers import resolve
+from orchestrate.job.layers import read_set, resolve
 from orchestrate.view.progress import Progress, Reader, parse
 
 
@@ -45,6 +45,12 @@ def test_a_bar_of_tqdm_must_be_read():
         ("Iteration 7 of 90 begins", Progress(7, 90, bar=True)),
         ("in step 2026-11-24", None),
         ("misstep 7", None),
+        ("already 5 files, account: 3, access 7", None),
+        ("train/acc1: 0.5", Progress(metrics={"train/acc1": 0.5})),
+        ("| 1e999/1 [00:01<00:02, 1it/s]", None),
+        ("| 1e99/1 [00:01<00:02, 1it/s]", Progress(None, 1, 2.0, 1.0, bar=True)),
+        (f"| 1/2 [00:01<{'9' * 400}:00:02, 1it/s]", None),
+        ("RuntimeError: bad batch at step 12", None),
         ("the loss of 2 files", None),
         ("listening on port: 8080", None),
         ("{'a': __import__('os')}", None),
@@ -75,6 +81,13 @@ def test_patterns_of_the_job_must_replace_those_of_frameworks(line, expected):
     assert Reader(PATTERNS).parse(line) == expected
 
 
+def test_patterns_that_no_line_matches_must_be_known():
+    reader = Reader(PATTERNS)
+    assert reader.unmatched == {*PATTERNS}
+    reader.parse("iteration 7 of 90")
+    assert reader.unmatched == {"loss"}
+
+
 def test_a_pattern_that_takes_too_long_must_be_ignored_from_then_on():
     reader = Reader({"slow": r"((?:a|aa)+)cb", "loss": r"loss (\d+)"})
     line = f"loss 3 {'a' * 60} cb"
@@ -96,3 +109,25 @@ def test_a_pattern_that_takes_too_long_must_be_ignored_from_then_on():
 def test_invalid_patterns_must_be_refused(metrics, why):
     with pytest.raises(UsageError, match=re.escape(why)):
         resolve({"metrics": metrics})
+
+
+def test_once_a_pattern_is_ignored_others_must_not_appear():
+    reader = Reader({"slow": r"((?:a|aa)+)cb"})
+    reader.parse(f"{'a' * 60} cb")
+    assert (reader.slow, reader.unmatched) == ({"slow"}, set())
+    assert reader.parse("loss 3") == Progress()
+
+
+@pytest.mark.filterwarnings("error")
+def test_odd_text_must_not_be_warned_about():
+    assert parse("{'loss': 1if 1else 2}") is None
+
+
+def test_a_pattern_that_the_search_cannot_use_must_be_refused():
+    with pytest.raises(UsageError, match="metrics must be a mapping"):
+        resolve({"metrics": {"loss": r"{e}(\d+)"}})
+
+
+def test_a_pattern_on_the_command_line_must_be_text_whatever_it_contains():
+    found = resolve(read_set(["metrics.loss=Loss: ([0-9.]+)", "metrics.step=Schritt #(\\d+)"]))
+    assert found.metrics == {"loss": "Loss: ([0-9.]+)", "step": "Schritt #(\\d+)"}

@@ -94,11 +94,41 @@ def test_logs_must_be_shown_as_text_without_secrets_and_links(site, running, tmp
 
 @pytest.mark.parametrize(
     "path",
-    ["", "/x", "/jobs/", "/jobs/none-1/", "/jobs/../", "/jobs/%2e%2e/", "/jobs/a-1", "/jobs/a-1/job.yaml"]
+    ["", "/x", "/jobs/", "/jobs/none-1/", "/jobs/../", "/jobs/%2e%2e/", "/jobs/a-1", "/jobs/a-1/orchestrate.log"]
     + ["/compare", "/compare?job=none-1", "/compare?job=..%2Fa-1", "/compare?job=a-1", "/jobs/a-1/logs/rank-x.log"],
 )
 def test_anything_else_must_not_be_found(site, running, path):
     assert site.get(path).status == 404
+
+
+def test_what_a_report_links_to_must_be_there(site, running):
+    assert "command:" in site.get("/jobs/a-1/job.yaml").text
+    assert site.get("/jobs/a-1/plan.json").headers["Content-Type"].startswith("text/plain")
+    assert '<a href="rank-2.log">rank 2</a>' in site.get("/jobs/a-1/logs/").text
+    assert site.get("/jobs/a-1/report.json").status == 404  # it has not ended
+
+
+def test_secrets_in_names_of_metrics_must_not_be_shown(site, running):
+    (running.shared / "metrics.jsonl").write_text('{"step": 1, "hunter2000": 1.5}\n{"step": 2, "hunter2000": 2.5}\n')
+    page = site.get("/jobs/a-1/").text
+    assert "hunter" not in page and "***" in page
+
+
+def test_a_page_that_cannot_be_made_must_be_answered_and_others_still_work(site, running, monkeypatch):
+    monkeypatch.setattr("orchestrate.cli.serve.Watch.page", lambda self: 1 / 0)
+    assert site.get("/jobs/a-1/").status == 500 and site.get("/").status == 200
+    with socket.create_connection(("127.0.0.1", site.port)) as sock:
+        sock.sendall(b"GET http://[ HTTP/1.1\r\n\r\n")
+        assert sock.recv(100).startswith(b"HTTP/1.0 400 ")
+
+
+def test_much_output_must_be_skipped(site, running):
+    running.log(0).write_text("".join(f"line {number}\n" for number in range(200_000)))
+    assert "[0] line 199999</pre>" in site.get("/jobs/a-1/").text
+    with running.log(0).open("a") as file:
+        file.writelines(f"line {number}\n" for number in range(200_000, 400_000))
+    assert "[0] line 399999</pre>" in site.get("/jobs/a-1/").text
+    assert site.get("/jobs/a-1/logs/rank-0.log").text.count("\n") < 20_000
 
 
 def test_a_page_without_the_token_or_for_another_host_must_be_refused(site, running):

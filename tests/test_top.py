@@ -20,7 +20,9 @@ def drawn(top: Top, height: int = 20) -> list[list[str]]:
     console = Console(width=160)
     with console.capture() as output:
         console.print(top.table(height))
-    return [line.split() for line in output.get().splitlines()]
+    title, *lines = output.get().splitlines()
+    assert title.strip() == "digits-4f2a"
+    return [line.split() for line in lines]
 
 
 def test_the_table_must_show_what_each_worker_uses():
@@ -94,8 +96,9 @@ def test_top_must_show_a_running_job_and_leave_nothing(ready):
     done = ready("top", "--once", run.name)
     assert done.returncode == 0, done.stderr
     rows = [line.split() for line in done.stdout.splitlines()]
-    assert [row[:2] for row in rows[1:]] == [["0", "master"], ["1", "trainer-1"], ["2", "trainer-2"]]
-    assert all(row[-1] == "MiB" for row in rows[1:])
+    assert rows[0] == [run.name]
+    assert [row[:2] for row in rows[2:]] == [["0", "master"], ["1", "trainer-1"], ["2", "trainer-2"]]
+    assert all(row[-1] == "MiB" for row in rows[2:])
     ready.finish_jobs()
     assert job.end() == 0
     assert not [*run.glob("usage.*")]

@@ -86,6 +86,14 @@ def test_a_new_generation_must_start_anew():
     assert "generation 1" in drawn(state, 5.0)[0] and len(state.ranks) == 1 and not state.ranks[0].progress.step
 
 
+def test_a_worker_must_not_be_idle_while_another_reports_steps():
+    state = view(1)
+    state.measure({"step": 1, "loss": 0.5}, 20.0)
+    assert not any("idle" in line for line in drawn(state, 24.0))
+    state.measure({"step": 1, "loss": 0.5}, 25.0)  # no other step
+    assert [line.split()[0] for line in drawn(state, 26.0) if "idle" in line] == ["1"]
+
+
 def test_metrics_of_the_script_must_be_shown():
     state = view(1)
     state.measure({"step": 7, "total_steps": 20, "loss": 0.5, "note": "x", "\x1b[2J": 1, "huge": 1 << 2000}, 5.0)
@@ -166,12 +174,13 @@ def without_time(line: str) -> str:
 
 
 def test_events_and_lines_must_be_printed_as_json_on_request(cli, nothing_left):
-    (cli.folder / "say.py").write_text("import os\nprint('hello', os.environ['API_TOKEN'])\n")
+    (cli.folder / "say.py").write_text("import os\nprint('hello', os.environ['API_TOKEN'])\nprint('loss 0.5')\n")
     options = ("--progress", "json", "-e", "API_TOKEN=hunter2000", "--ranks", "1")
     done = cli("run", "--engine", "process", "--trainers", "1", *options, "say.py")
     rows = [*map(json.loads, done.stdout.splitlines())]
-    (line,) = (row for row in rows if "line" in row)
+    line, _ = (row for row in rows if "line" in row)
     assert line.pop("time") > 1e9 and line == {"rank": 1, "node": "trainer-1", "line": "hello ***"}
+    assert [row["progress"]["metrics"] for row in rows if "progress" in row and "event" not in row] == [{"loss": 0.5}]
     names = [row["event"] for row in rows if "event" in row]
     assert names[0] == "supervisor_started" and names[-1] == "job_ended" and "workers_started" in names
 
@@ -182,10 +191,11 @@ def test_a_line_of_status_must_be_printed_from_time_to_time(paths, capsys, monke
     monkeypatch.setattr("orchestrate.view.folded.STATUS_INTERVAL", 0.0)
     screen.refresh(lambda: {0: parse(TQDM.format(135))})
     assert capsys.readouterr().err == ""  # it is too early
-    screen.due = 0.0
+    screen.due = screen.next_read = 0.0
     for _ in range(2):
         screen.refresh(lambda: {0: parse(TQDM.format(135))})
     assert capsys.readouterr().err == "a-1: step 135 of 270 (50%), 1:02 left, loss 0.25\n"  # once
+    screen.next_read = 0.0
     (paths.shared / "metrics.jsonl").write_text('{"step": 200, "total_steps": 270, "loss": 0.125}\n')
     screen.refresh(dict)
     assert capsys.readouterr().err.startswith("a-1: step 200 of 270 (74%)")

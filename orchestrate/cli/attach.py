@@ -25,15 +25,18 @@ def attach(args: argparse.Namespace) -> int:
     paths = commands.paths_of(args)
     spec, plan = store.load(paths)
     follower = launch.rest(paths, spec, plan)
+    watch.style_of(args, plan)  # its options may be wrong
     while not (data := store.ended(paths)):
         if supervisor := lock.holder(paths):
-            print_message(f"following {paths.root.name}, supervised by {supervisor} (Ctrl-C detaches)")
+            if not watch.quiet(args):
+                print_message(f"following {paths.root.name}, supervised by {supervisor} (Ctrl-C detaches)")
             _follow(args, paths, spec, follower)
             continue
         if store.ended(paths):
             continue
         stores.check(spec)  # before this process is responsible for the job
-        print_message(f"supervising {paths.root.name}")
+        if not watch.quiet(args):
+            print_message(f"supervising {paths.root.name}")
         engine, stops = commands.engine_of(spec, plan), commands.count_signals(spec)
         try:
             with watch.shown(args, plan, paths) as shown:
@@ -56,7 +59,7 @@ def _follow(args: argparse.Namespace, paths: JobPaths, spec: JobSpec, follower: 
             running = following.running
             for text in following.turn(end=not running):
                 shown.show(text)
-            if bar := following.printer.bar(follower.bars()):
+            if bar := following.printer.bar(follower.bars(), time.time()):
                 progress(bar, shown.show)
             if running:
                 time.sleep(INTERVAL)

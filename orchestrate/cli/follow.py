@@ -13,7 +13,7 @@ from orchestrate.files.paths import JobPaths
 from orchestrate.job import events, store, usage
 from orchestrate.job.logs import Follower
 from orchestrate.job.spec import JobSpec
-from orchestrate.supervise.output import listen, texts
+from orchestrate.supervise.output import LAST_LINES_TIMEOUT, listen, texts
 from orchestrate.view.printer import Printer, Style
 from orchestrate.view.progress import Reader
 from orchestrate.view.screen import Screen
@@ -54,10 +54,17 @@ class Following:
         """Yield the output since the last call as text; `end` includes a last line without a newline."""
         if (size := _size(self.paths.events)) != self.size:
             self.size = size
-            for event in _history(self.paths)[self.seen :]:
+            found = _history(self.paths)
+            if found and not self.seen:
+                self.screen.began(max(0.0, time.time() - found[0].time))
+            for event in found[self.seen :]:
                 self.seen += 1
                 self._take(event)
-        yield from texts(self.follower, self.printer, end)
+        until, before = time.monotonic() + LAST_LINES_TIMEOUT, None
+        while before != (before := self.follower.offsets()):
+            yield from texts(self.follower, self.printer, end)
+            if not end or time.monotonic() > until:  # before the end, there is another turn
+                break
         self._use()
         self.refresh()
 

@@ -16,9 +16,13 @@ from orchestrate.engines import choice
 from orchestrate.engines.base import Engine, JobState
 from orchestrate.errors import UsageError
 from orchestrate.files import lock
-from orchestrate.files.paths import JobPaths
+from orchestrate.files.lines import last
+from orchestrate.files.paths import METRICS, JobPaths
 from orchestrate.job import store
 from orchestrate.job.limits import format_bytes
+from orchestrate.job.metrics import PACE, fold
+
+TAIL = 64 << 10  # last bytes of metrics.jsonl that are read
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,8 @@ def current(runs: Path) -> Iterator[Listed]:
             busy = lock.holder(state.paths)
             status = _of_cluster(state, engine, busy) if state.cluster else "running" if busy else "no supervisor"
             shown.add(state.job_id)
-            yield Listed(state.job_id, state.engine, state.nodes, status, state.paths.root, created_at(state.paths))
+            facts = (state.job_id, state.engine, state.nodes, status, state.paths.root, created_at(state.paths))
+            yield Listed(*facts, metrics=_metrics(state.paths))
             for paths in store.on_cluster(state.paths.root.parent, state.job_id) if state.cluster and busy else ():
                 if lock.holder(paths):
                     shown.add(paths.root.name)
@@ -78,7 +83,17 @@ def _supervised(paths: JobPaths, state: str) -> Iterator[Listed]:
     with contextlib.suppress(UsageError):  # its files are unreadable
         plan = store.load(paths)[1]
         nodes = len(plan.nodes) if plan.placement.cluster else 0
-        yield Listed(plan.job_id, plan.engine, nodes, state, paths.root, created_at(paths))
+        facts = (plan.job_id, plan.engine, nodes, state, paths.root, created_at(paths))
+        yield Listed(*facts, metrics=_metrics(paths))
+
+
+def _metrics(paths: JobPaths) -> dict[str, Any]:
+    """Return the last metrics that the script of a running job has written."""
+    found: dict[str, Any] = {}
+    with contextlib.suppress(OSError), paths.folder.open(METRICS) as file:
+        for row in fold(line for line in last(file, TAIL) if line):
+            found |= {name: value for name, value in row.items() if name != PACE}
+    return found
 
 
 def _of_cluster(state: JobState, engine: Engine, busy: object) -> str:

@@ -98,6 +98,8 @@ def _command(argv: list[str]) -> int:
 
 
 def _dispatch(args: argparse.Namespace, script: list[str] | None) -> int:
+    if "quiet" in args and watch.quiet(args):
+        console.mute()
     try:
         os.getcwd()
     except FileNotFoundError:
@@ -199,6 +201,7 @@ def _run(args: argparse.Namespace, script: list[str] | None) -> int:
     if dry:
         out(job_plan.to_json() if getattr(args, "json", False) else job_plan)
         return errors.SUCCEEDED
+    watch.style_of(args, job_plan)  # before there is a job: its options may be wrong
     stops = commands.count_signals(spec) if not args.detach else lambda: 0
     store.create(spec, job_plan, paths)
     store.keep_changes(spec, job_plan, paths)

@@ -36,6 +36,7 @@ def resume(args: argparse.Namespace) -> int:
         hint = "restore the folder, or start a new job"
         raise UsageError(f"cannot enter the job's code folder {last.placement.code}: {error.strerror}", hint) from None
     _check_user(spec, last, paths)
+    watch.style_of(args, last)  # its options may be wrong
     launch.check_script(spec)
     stores.prepare(spec)
     engine, name = commands.engine_of(spec, last), paths.root.name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import hmac
+import logging
 import re
 import secrets
 import threading
@@ -12,7 +13,7 @@ import urllib.parse
 from collections import deque
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from orchestrate import errors
 from orchestrate.cli import listing
@@ -21,6 +22,7 @@ from orchestrate.cli.follow import Following
 from orchestrate.console import flush, out, print_message
 from orchestrate.errors import OrchestrateError, ResourceError, UsageError
 from orchestrate.files import lock, records
+from orchestrate.files.folder import content
 from orchestrate.files.lines import last
 from orchestrate.files.paths import NAME, JobPaths
 from orchestrate.job import owners, report, store
@@ -29,9 +31,18 @@ from orchestrate.supervise import launch
 from orchestrate.view.folded import Folded
 from orchestrate.view.printer import Style
 
-HOST = "127.0.0.1"
+if TYPE_CHECKING:
+    from orchestrate.pages.curves import Curve
+
+log = logging.getLogger(__name__)
+
+HOST, HTTP = "127.0.0.1", 80  # browsers leave this port out
 MAX_LINES = 200  # of output on the page of a running job
 MAX_EVENTS = 20
+MAX_BEHIND = 256 << 10  # bytes of a log that are read for a page, at most
+MAX_SHARE = 10  # curves that take a second to read are read again after ten
+MAX_ROWS = 10_000  # lines of a log that are shown
+FILES = ("job.yaml", "plan.json", "report.json", "events.jsonl", "changes.patch")  # to which reports link
 MAX_LOG = 4 << 20  # last bytes of a log that are shown
 IDLE = 30.0  # seconds after which a silent connection is closed
 HEADERS = {
@@ -48,8 +59,10 @@ class Watch(Folded):
     def __init__(self, paths: JobPaths) -> None:
         """Start with the last lines of each rank; raises UsageError."""
         spec, plan = store.load(paths)
-        super().__init__(plan, paths)
+        super().__init__(plan, paths, spec.mask())
         self.spec = spec
+        self.curves: tuple[dict[str, Curve], str] = {}, ""  # and what they go over
+        self.due = 0.0  # when the curves may be read again
         self.happened: deque[tuple[float, str]] = deque(maxlen=MAX_EVENTS)
         self.lines: deque[str] = deque(maxlen=MAX_LINES)
         self.watch = self.activity
@@ -70,8 +83,13 @@ class Watch(Folded):
         from orchestrate.pages import site
         from orchestrate.pages.run import curves_of
 
+        self.following.follower.near_end(MAX_BEHIND)
         self.lines.extend(self.following.turn())
-        _, curves, axis = curves_of(self.paths, self.spec, self.view.generation + 1)
+        if time.monotonic() > self.due:
+            began = time.monotonic()
+            self.curves = curves_of(self.paths, self.spec, self.view.generation + 1)[1:]
+            self.due = time.monotonic() + MAX_SHARE * (time.monotonic() - began)
+        curves, axis = self.curves
         state = "running" if lock.holder(self.paths) else "no supervisor"
         seconds = time.time() - created_at(self.paths)
         return site.live(self.view, state, seconds, curves, axis, self.happened, self.lines)
@@ -96,12 +114,17 @@ class Site:
                 return self._job(self._paths(match[1])), "text/html"
             if match := re.fullmatch(r"jobs/([^/]+)/logs/rank-([0-9]{1,7})\.log", path):
                 return self._log(self._paths(match[1]), int(match[2])), "text/plain"
+            if match := re.fullmatch(r"jobs/([^/]+)/([^/]+)", path):
+                return self._file(self._paths(match[1]), match[2]), "text/plain"
+            if match := re.fullmatch(r"jobs/([^/]+)/logs/", path):
+                return self._logs(self._paths(match[1])), "text/html"
         raise UsageError("no such page")
 
     def _paths(self, name: str) -> JobPaths:
         """Return the files of a job of this account; raises UsageError."""
         paths = JobPaths(self.runs / name)
         if not NAME.fullmatch(name) or owners.foreign(paths.root) or not records.find(paths.root):
+            self.watches.pop(name, None)
             raise UsageError("no such job")
         return paths
 
@@ -131,11 +154,26 @@ class Site:
             raise UsageError("select jobs to compare")
         return _report([self._paths(name) for name in dict.fromkeys(names)])
 
+    def _file(self, paths: JobPaths, name: str) -> str:
+        """Return a file that the supervisor has written, without secrets."""
+        if name not in FILES:
+            raise UsageError("no such file")
+        try:
+            return content(paths.root / name)
+        except OSError:
+            raise UsageError("no such file") from None
+
+    def _logs(self, paths: JobPaths) -> str:
+        from orchestrate.pages import site
+
+        return site.logs(paths.root.name, len(store.look(paths)[1].workers))
+
     def _log(self, paths: JobPaths, rank: int) -> str:
         mask = store.look(paths)[0].mask()
         try:
             with paths.folder.open(f"logs/rank-{rank}.log") as file:
-                return "\n".join(mask(clean(line)) for line in last(file, MAX_LOG))
+                lines = deque(last(file, MAX_LOG), MAX_ROWS)
+                return "\n".join(mask(clean(line)) for line in lines)
         except OSError:
             raise UsageError("no such log") from None
 
@@ -157,6 +195,10 @@ class Server(ThreadingHTTPServer):
         self.site, self.token = site, secrets.token_urlsafe(16)
         super().__init__((HOST, port), Handler)
 
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Print nothing for a browser that has gone."""
+        log.debug("a request failed", exc_info=True)
+
     @property
     def address(self) -> str:
         """The address of the list of jobs."""
@@ -172,17 +214,32 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:  # noqa: N802 (the name that http.server calls)
         """Answer with a page."""
-        address = urllib.parse.urlsplit(self.path)
+        try:
+            self._answer()
+        except OSError:  # the browser has gone
+            log.debug("no answer to %s", self.path, exc_info=True)
+        except Exception:  # what jobs write may surprise any library
+            log.exception("no answer to %s", self.path)
+            self._send(500, "this page could not be made; --verbose prints why\n")
+
+    def _answer(self) -> None:
+        try:
+            address = urllib.parse.urlsplit(self.path)
+        except ValueError:
+            return self._send(400, "not an address\n")
         token, slash, path = address.path.removeprefix("/").partition("/")
-        names = {f"{name}:{self.server.server_address[1]}" for name in (HOST, "localhost")}
+        port = self.server.server_address[1]
+        names = {f"{name}:{port}" if port != HTTP else name for name in (HOST, "localhost")}
         if self.headers.get("Host") not in names:  # a page of another site that has this address by DNS rebinding
             return self._send(403, "this page is served to this machine only\n")
         if not slash or not hmac.compare_digest(token.encode(), self.server.token.encode()):
             return self._send(404, "open the address that `orchestrate serve` has printed\n")
         try:
             text, kind = self.server.site.answer(urllib.parse.unquote(path), urllib.parse.parse_qs(address.query))
-        except OrchestrateError as error:
+        except UsageError as error:
             return self._send(404, f"{error}\n")
+        except OrchestrateError as error:  # an engine that does not respond
+            return self._send(503, f"{error}\n")
         self._send(200, text, kind)
 
     def _send(self, status: int, text: str, kind: str = "text/plain") -> None:

@@ -35,7 +35,7 @@ def top(args: argparse.Namespace) -> int:
         raise UsageError(f"{paths.root.name} has ended", f"python -m orchestrate report {paths.root.name}")
     state = Top(plan, spec.cpus or len(plan.inventory.cores) or 1)
     live = console.replaces(sys.stdout) and not args.once
-    with commands.watching(paths.root.name), full_screen(state) if live else contextlib.nullcontext() as draw:
+    with contextlib.suppress(KeyboardInterrupt), full_screen(state) if live else contextlib.nullcontext() as draw:
         for count in samples(paths, state):
             if draw:
                 draw()
@@ -51,7 +51,7 @@ def samples(paths: JobPaths, state: Top) -> Iterator[int]:
     """Take samples until the job ends; yield their number so far. Raises OrchestrateError if there are none."""
     count, deadline, has_gpus = 0, time.monotonic() + TIMEOUT, bool(state.plan.gpus)
     while not store.ended(paths):
-        if not lock.holder(paths):
+        if not lock.holder(paths) and not store.ended(paths):
             commands.unsupervised(paths)
         usage.ask(paths)
         written, found = usage.read(paths)

@@ -5,32 +5,55 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import re
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
 from orchestrate import console
 from orchestrate.console import print_message, stream
 from orchestrate.errors import ResourceError, UsageError
 from orchestrate.files.paths import JobPaths
+from orchestrate.job import store
 from orchestrate.job.events import Event, to_line
 from orchestrate.job.plan import Plan
-from orchestrate.view.folded import PlainScreen
+from orchestrate.view.folded import Folded, PlainScreen
 from orchestrate.view.printer import Style
+from orchestrate.view.progress import Progress
 from orchestrate.view.screen import Screen, Shown
+from orchestrate.view.state import seconds_left
 
+JSON_INTERVAL = 1.0  # seconds between two lines about the progress
 RANKS = re.compile(r"(\d{1,7})(?:-(\d{1,7}))?")
 STOPS = "Ctrl-C stops the job; closing the terminal does not"
 IMPORTANT = ("warning:", "error:", "hint:")  # how messages begin that are also printed with --quiet
 
 
-class JsonScreen(Screen):
-    """Prints events to stdout, one JSON object per line."""
+class JsonScreen(Folded):
+    """Prints events and progress to stdout, one JSON object per line."""
+
+    printed: Progress | None = None
+    due = 0.0
 
     def event(self, event: Event) -> None:
         """Take an event."""
+        super().event(event)
         stream(json.dumps(to_line(event)))
+
+    def refresh(self, bars: Callable[[], Mapping[int, Progress | None]]) -> None:
+        """Print the progress, if it is time and it has changed."""
+        if time.monotonic() < self.due:
+            return
+        self.catch_up(bars())
+        with self.lock:
+            found, left = self.view.lead.progress, seconds_left(self.view.lead)
+        if found != self.printed and (found.step is not None or found.metrics):
+            self.printed, self.due = found, time.monotonic() + JSON_INTERVAL
+            metrics = {name: value for name, value in found.metrics.items() if math.isfinite(value)}
+            row = {"step": found.step, "total_steps": found.total, "seconds_left": left, "metrics": metrics}
+            stream(json.dumps({"progress": row, "time": round(time.time(), 3)}))
 
 
 def quiet(args: argparse.Namespace) -> bool:
@@ -56,6 +79,9 @@ def shown(args: argparse.Namespace, plan: Plan, paths: JobPaths, keys: str = STO
 def style_of(args: argparse.Namespace, plan: Plan) -> Style:
     """Return how the options say that lines are printed; raises UsageError for ranks that do not exist."""
     reserved = args.print_path or args.json
+    if reserved and args.progress == "json":
+        flag = "--json" if args.json else "--print-path"
+        raise UsageError(f"{flag} and --progress json both print to stdout", "leave one of them out")
     return Style(
         ranks=ranks(args.ranks, len(plan.workers)) if args.ranks else None,
         timestamps=args.timestamps,
@@ -73,17 +99,18 @@ def _screen(
     args: argparse.Namespace, plan: Plan, paths: JobPaths, keys: str
 ) -> contextlib.AbstractContextManager[Screen]:
     """Return the live view on a terminal, unless `--progress` says otherwise."""
+    hide = store.load(paths)[0].mask()
     if args.progress == "json":
-        return contextlib.nullcontext(JsonScreen())
+        return contextlib.nullcontext(JsonScreen(plan, paths, hide))
     if args.progress == "plain" or (args.progress == "auto" and not console.replaces(sys.stderr)):
-        return contextlib.nullcontext(PlainScreen(plan, paths))
+        return contextlib.nullcontext(PlainScreen(plan, paths, hide))
     try:
         from orchestrate.view.live import shown as live  # only here: it imports rich
     except ImportError:
         if args.progress == "tty":
             raise ResourceError("--progress tty needs the package rich", "pip install rich") from None
-        return contextlib.nullcontext(PlainScreen(plan, paths))
-    return live(plan, paths, keys)
+        return contextlib.nullcontext(PlainScreen(plan, paths, hide))
+    return live(plan, paths, keys, hide)
 
 
 def ranks(text: str, workers: int) -> frozenset[int]:
@@ -91,7 +118,7 @@ def ranks(text: str, workers: int) -> frozenset[int]:
     found: set[int] = set()
     for part in text.split(","):
         if not (match := RANKS.fullmatch(part.strip())) or int(match[2] or match[1]) < int(match[1]):
-            raise UsageError(f"--ranks {text}: expected ranks such as 0,3 or 0-7", "python -m orchestrate logs --help")
+            raise UsageError(f"--ranks {text} is not a list of ranks", "use a list such as 0,3 or 0-7")
         last = int(match[2] or match[1])
         if last >= workers:
             raise UsageError(f"there is no rank {last}", f"ranks are 0 to {workers - 1}")

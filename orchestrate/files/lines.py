@@ -26,6 +26,15 @@ class Lines:
         start = max(0, os.fstat(file.fileno()).st_size - last)
         self.offset = start + (os.pread(file.fileno(), last, start).find(b"\n") + 1 if start else 0)
 
+    def near_end(self, file: BinaryIO, most: int) -> None:
+        """Start again if the file was truncated, and skip what is more than `most` bytes before its end."""
+        behind = os.fstat(file.fileno()).st_size - self.offset
+        if behind < 0:
+            self.offset, self.partial, behind = 0, b"", behind + self.offset
+        if behind > most:
+            self.partial = b""
+            self.skip(file, most)
+
     def new(self, file: BinaryIO, most: float = float("inf")) -> Iterator[bytes]:
         """Yield the lines since the last call, without line breaks, from about `most` bytes of the file."""
         while most > 0:

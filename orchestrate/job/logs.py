@@ -70,6 +70,12 @@ class Follower:
             with contextlib.suppress(OSError), regular(_name(rank), folder) as file:
                 self.read[rank].skip(file, last)
 
+    def near_end(self, most: int) -> None:
+        """Skip output that is more than `most` bytes before the end of a log."""
+        for rank, folder in self._each():
+            with contextlib.suppress(OSError), regular(_name(rank), folder) as file:
+                self.read[rank].near_end(file, most)
+
     def lines(self, end: bool = False, most: float = float("inf")) -> Iterator[Line]:
         """Yield the lines written since the last call, grouped by rank; `end` includes a last line without a newline.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,6 +20,8 @@ from orchestrate.job.recorder import objects
 
 # Seconds between two notes, by the size of the file: a job of many talkative workers adds at most some 10 MB a day.
 INTERVALS = ((4 << 20, 0.25), (16 << 20, 2.0), (64 << 20, 30.0))
+RANK = re.compile("[0-9]{1,7}")
+MAX_TIME = 1e11  # seconds since 1970
 MAX_READ = 64 << 20  # last bytes of the file that are read
 
 
@@ -53,11 +56,11 @@ class Times:
         """Read the file; without one, no times are known."""
         self.notes: dict[int, list[tuple[int, float]]] = {}  # by rank: offsets and times, the last ones first
         with contextlib.suppress(OSError), regular(path or "") as file:
-            for line in objects(last(file, MAX_READ)):
-                when, read = line.get("time"), line.get("read")
-                if isinstance(when, float) and isinstance(read, dict):
+            for row in (row for line in last(file, MAX_READ) for row in objects([line])):
+                when, read = row.get("time"), row.get("read")
+                if type(when) is float and 0 < when < MAX_TIME and isinstance(read, dict):
                     for rank, offset in read.items():
-                        if rank.isdigit() and isinstance(offset, int):
+                        if RANK.fullmatch(rank) and type(offset) is int:
                             self.notes.setdefault(int(rank), []).append((offset, when))
         for notes in self.notes.values():
             notes.reverse()

@@ -36,7 +36,7 @@ def serve(
         except OSError as error:
             if error.errno in FULL and not make_room():
                 loop.forget(server)
-                loop.after(ACCEPT_INTERVAL, lambda: loop.watch(server, accept))
+                loop.after(ACCEPT_INTERVAL, lambda: loop.watch(server, accept) if server.fileno() >= 0 else None)
             return
         take(sock, address)
 

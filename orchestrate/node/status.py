@@ -24,6 +24,7 @@ URL, TOKEN = "KUBEFLOW_TRAINER_SERVER_URL", "KUBEFLOW_TRAINER_SERVER_TOKEN"  # t
 METRICS, TOKEN_FILE = "metrics.jsonl", ".status-token"  # in the job folder
 NAMES = {"current_step": "step", "current_epoch": "epoch"}  # of metrics, and what they are called in metrics.jsonl
 MAX_REQUEST, MAX_METRICS, MAX_NAME = 1 << 16, 100, 60  # bytes, metrics of a request, characters
+MAX_NAMES = 1000  # metrics whose last value is kept
 MAX_CLIENTS, TIMEOUT = 8, 10.0  # connections at a time, and seconds for one
 ANSWER = "HTTP/1.1 {}\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 END = b"\r\n\r\n"  # of the header
@@ -128,8 +129,8 @@ class StatusServer:
             found = {"step": self.last["total_steps"], **found}
         fresh = {name: value for name, value in found.items() if self.last.get(name) != value}
         if fresh:
-            self.last |= fresh
-            steps = {name: self.last[name] for name in ("step", "total_steps") if name in self.last}
+            now = self.last | fresh
+            steps: dict[str, float] = {name: now[name] for name in ("step", "total_steps") if name in now}
             try:
                 descriptor = opened(f"{self.folder}/{METRICS}", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
                 with open(descriptor, "wb", buffering=0) as file:
@@ -137,6 +138,7 @@ class StatusServer:
             except OSError as error:
                 print_message(f"{METRICS} cannot be written: {error}")
                 return "500 Internal Server Error"
+            self.last = now if len(now) <= MAX_NAMES else steps
         return "200 OK"
 
 

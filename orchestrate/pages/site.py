@@ -23,9 +23,10 @@ MAX_RANKS = 64  # rows of the table of workers
 # user's hands; `main` has an id, so that the reports of jobs, which have none, are loaded as a whole.
 REFRESH = """
 document.querySelectorAll("pre.log").forEach(log => { log.scrollTop = log.scrollHeight; });
-setInterval(async () => {
+const update = async () => {
   if (document.hidden || document.querySelector("input:checked") || String(getSelection())) return;
   const answer = await fetch(location.href);
+  if (answer.status >= 500) return;
   const page = new DOMParser().parseFromString(await answer.text(), "text/html");
   const fresh = page.getElementById("live"), main = document.getElementById("live");
   if (!answer.ok || !fresh) return location.reload();
@@ -34,7 +35,9 @@ setInterval(async () => {
   main.replaceChildren(...fresh.childNodes);
   const after = document.querySelector("pre.log");
   if (after) after.scrollTop = atEnd ? after.scrollHeight : top;
-}, 2000);
+};
+const later = () => setTimeout(() => update().catch(() => {}).finally(later), 2000);
+later();
 """
 
 
@@ -52,6 +55,11 @@ class Row:
 def jobs(rows: Sequence[Row], folder: str) -> str:
     """Return the page that lists jobs."""
     return _page("jobs.html", rows=rows, folder=folder)
+
+
+def logs(name: str, workers: int) -> str:
+    """Return the page that lists the logs of a job."""
+    return _page("logs.html", name=name, ranks=range(workers))
 
 
 def live(

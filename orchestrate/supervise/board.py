@@ -6,6 +6,10 @@ import contextlib
 import importlib.util
 import logging
 import math
+import os
+import queue
+import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,7 +21,10 @@ from orchestrate.view.progress import Progress
 
 log = logging.getLogger(__name__)
 
-INTERVAL = 2.0  # seconds between two reads of metrics.jsonl
+INTERVAL = 2.0  # seconds between two writes
+LAST_TIMEOUT = 10.0  # seconds to write the last metrics
+MAX_QUEUED = 10_000  # lines of output that wait to be written
+MAX_STEP = 1 << 62
 MAX_READ = 8 << 20  # bytes of it per read
 MAX_NAMES, MAX_NAME = 200, 100  # metrics of a job, and characters of a name
 LARGEST = 3.4e38  # of a float with 32 bits
@@ -34,49 +41,71 @@ class Board:
         self.writer: Any = None
         self.names: set[str] = set()
         self.step: int | None = None  # of the last row of metrics.jsonl
-        self.count, self.due = 0, 0.0  # lines with metrics; time of the next read
+        self.count = 0  # the step of the last line with metrics
+        self.queue: queue.SimpleQueue[Progress] = queue.SimpleQueue()
+        self.ending = threading.Event()
+        self.thread: threading.Thread | None = None
         if self.available and any(paths.root.glob(PATTERN)):
             with contextlib.suppress(OSError), paths.folder.open(METRICS) as file:
                 self.lines.skip(file, 0)
 
+    def __enter__(self) -> Board:
+        """Write in a thread from now on: to import TensorBoard takes seconds on a busy machine."""
+        if self.available:
+            self.thread = threading.Thread(target=self._run, daemon=True)
+            self.thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Write the last metrics, and end the thread."""
+        if self.thread:
+            self.ending.set()
+            self.thread.join(LAST_TIMEOUT)
+
     def heard(self, found: Progress) -> None:
-        """Take what a line of rank 0 says about its progress, unless the script writes metrics.jsonl.
+        """Take what a line of rank 0 says about its progress."""
+        if self.available and found.metrics and self.queue.qsize() < MAX_QUEUED:
+            self.queue.put(found)
 
-        Lines are numbered: they have no step, or one of a bar, which may start again.
+    def _run(self) -> None:
+        ended = False
+        while not ended and self.available:
+            ended = self.ending.wait(INTERVAL)
+            try:
+                self.catch_up()
+                if ended and self.writer:
+                    self.writer.close()
+            except Exception:  # a version with another interface, a full disk
+                log.warning("no TensorBoard events", exc_info=True)
+                self.available = False
+
+    def catch_up(self) -> None:
+        """Write what was taken since the last call, and what the script has written to metrics.jsonl.
+
+        Lines of the output count only if the script does not write that file. Those without a step are numbered, and
+        those whose step has started again, as that of a bar in each epoch.
         """
-        if self.available and found.metrics and not self.paths.metrics.exists():
-            self.count += 1
-            self._write(self.count if found.step is None or found.bar else found.step, found.metrics, None)
-
-    def catch_up(self, end: bool = False) -> None:
-        """Take what the script has written to metrics.jsonl, if it is time, or at the `end` of the job."""
-        if not self.available or (time.monotonic() < self.due and not end):
-            return
-        self.due = time.monotonic() + INTERVAL
+        while not self.queue.empty():
+            found = self.queue.get()
+            if not os.path.lexists(self.paths.shared / METRICS):
+                self.count = max(self.count + 1, min(found.step or 0, MAX_STEP))
+                self._write(self.count, found.metrics, None)
         with contextlib.suppress(OSError), self.paths.folder.open(METRICS) as file:
+            self.lines.near_end(file, sys.maxsize)  # it may have been truncated
             for values in measurements(self.lines.new(file, MAX_READ)):
                 step = values.pop("step", None)
                 values.pop("total_steps", None)
-                step = step if type(step) is int and 0 <= step < 1 << 63 else (self.step or 0) + 1
+                step = step if type(step) is int and 0 <= step < MAX_STEP else (self.step or 0) + 1
                 self._write(step, values, self.step)
                 self.step = step
         if self.writer:
             self.writer.flush()
-        if end and self.writer:
-            self.writer.close()
 
     def _write(self, step: int, values: Mapping[str, Any], before: int | None) -> None:
         numbers = {self._name(name): float(value) for name, value in values.items() if _drawable(value)}
         self.names.update(list(numbers)[: MAX_NAMES - len(self.names)])
         if not (numbers := {name: value for name, value in numbers.items() if name in self.names}):
             return
-        try:
-            self._add(step, numbers, before)
-        except Exception:  # a version with another interface, a full disk
-            log.warning("no TensorBoard events", exc_info=True)
-            self.available = False
-
-    def _add(self, step: int, numbers: Mapping[str, float], before: int | None) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # only here: it takes time to import
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
@@ -86,8 +115,8 @@ class Board:
         if before is not None and step < before:  # the job continues from a checkpoint, and repeats the steps after it
             session = SessionLog(status=SessionLog.START)
             self.writer.add_event(Event(wall_time=time.time(), step=step, session_log=session))
-        values = [Summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
-        self.writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
+        points = [Summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
+        self.writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=points)))
 
     def _name(self, name: str) -> str:
         return self.hide(name)[:MAX_NAME].encode(errors="replace").decode()

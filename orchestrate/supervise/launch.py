@@ -15,13 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from orchestrate import __version__
-from orchestrate.console import phase
 from orchestrate.engines.base import Engine
 from orchestrate.errors import OrchestrateError, UsageError
 from orchestrate.files import folder, lock, log_file, records
 from orchestrate.files.paths import JobPaths
 from orchestrate.job import report, store, strict_yaml, usage
-from orchestrate.job.events import OURS, Event, JobEnded, NodesDown, SupervisorStarted, WorkersStarted
+from orchestrate.job.events import OURS, Event, JobEnded, NodesDown, SupervisorStarted
 from orchestrate.job.logs import Follower
 from orchestrate.job.outcomes import JobResult, Outcome
 from orchestrate.job.plan import Plan
@@ -130,25 +129,21 @@ def supervise(
         log.info("orchestrate %s, Python %s, %s", __version__, platform.python_version(), platform.platform())
         seen = _take_cluster(paths, stack) or paths.shared
         follower, files = follower or rest(paths, spec, plan, None), JobFiles(paths, hide)
-        board = Board(paths, hide)
-        refresh = listen(follower, Reader(spec.metrics), shown.screen, files.heard, board.heard)
-        output = Output(follower, plan, shown, Clock(paths.times), [refresh, board.catch_up])
+        board, reader = stack.enter_context(Board(paths, hide)), Reader(spec.metrics)
+        refresh = listen(follower, reader, shown.screen, files.heard, board.heard)
+        output = Output(follower, plan, shown, Clock(paths.times), refresh)
         notifier, failure = Notifier(spec.on_event, plan.job_id, str(paths.root)), None
         with output.following():
 
             def show_event(event: Event) -> None:
-                for take in (partial(log.info, "%s"), shown.screen.event, notifier.event):
-                    take(event)
-                if (text := report.phase(event)) is not None:
-                    late = isinstance(event, WorkersStarted)  # a worker may have written before the others started
-                    output.in_turn(lambda: phase(text if follower.silent or not late else ""))
-                if message := report.line(event):
-                    output.in_turn(partial(shown.message, message))
+                log.info("%s", event)
+                notifier.event(event)
+                output.event(event)
 
             def save_plan(plan: Plan) -> None:
                 store.keep(paths, plan)
                 output.planned(plan)
-                shown.screen.planned(plan)
+                output.in_turn(partial(shown.screen.planned, plan))
 
             emit = recorder(paths, show_event, hide=hide)
             emit(SupervisorStarted(plan.job_id))
@@ -161,9 +156,10 @@ def supervise(
             except OrchestrateError as error:
                 log.info("the job could not start or continue", exc_info=True)
                 result, failure = JobResult(Outcome.FAILED, supervisor.failure_reason(error)), error
-        board.catch_up(end=True)
         data = _end(supervisor, result, files, stores, hide)
         _finish(files, data, stores, shown.message)
+        for text in reader.problems():
+            shown.message(f"warning: {text}")
         notifier.close()
     if failure:
         raise failure

@@ -7,18 +7,20 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 
 from orchestrate.console import phase, progress
 from orchestrate.files.paths import JobPaths
-from orchestrate.job import usage
+from orchestrate.job import report, usage
+from orchestrate.job.events import Event, WorkersStarted
 from orchestrate.job.logs import Follower
 from orchestrate.job.outcomes import Activity
 from orchestrate.job.plan import Plan
 from orchestrate.job.times import Clock
 from orchestrate.supervise.running import Watch
 from orchestrate.view.printer import Printer
-from orchestrate.view.progress import Progress, Reader
+from orchestrate.view.progress import Progress, Reader, parse
 from orchestrate.view.screen import Screen, Shown
 
 log = logging.getLogger(__name__)
@@ -39,13 +41,13 @@ def listen(
     """
 
     def heard(rank: int, line: str) -> None:
-        screen.heard(rank, found := reader.parse(line))
+        screen.heard(rank, found := reader.parse(line) if rank == 0 else parse(line))
         if rank == 0 and found:
             for take in takes:
                 take(found)
 
     follower.heard = heard
-    return lambda: screen.refresh(lambda: {rank: reader.parse(bar) for rank, bar in follower.bars().items()})
+    return lambda: screen.refresh(lambda: {rank: parse(bar) for rank, bar in follower.bars().items()})
 
 
 def texts(follower: Follower, printer: Printer, end: bool) -> Iterator[str]:
@@ -79,11 +81,9 @@ class Usage(Watch):
 class Output:
     """Shows the output of workers, and the supervisor's messages between the lines before and after them."""
 
-    def __init__(
-        self, follower: Follower, plan: Plan, shown: Shown, clock: Clock, after: Sequence[Callable[[], None]]
-    ) -> None:
-        """The functions `after` are called after each read."""
-        self.follower, self.shown, self.clock, self.after = follower, shown, clock, after
+    def __init__(self, follower: Follower, plan: Plan, shown: Shown, clock: Clock, refresh: Callable[[], None]) -> None:
+        """`refresh` is called after each read."""
+        self.follower, self.shown, self.clock, self.refresh = follower, shown, clock, refresh
         self.printer = Printer(plan, shown.style)
         # The supervisor announces generations itself.
         follower.marks, follower.colors = False, shown.style.colors
@@ -98,8 +98,19 @@ class Output:
 
     def in_turn(self, action: Callable[[], None]) -> None:
         """Queue other output, to be shown after the lines that workers have written so far."""
+        if self.done.is_set():  # nothing is read anymore
+            return action()
         self.queued.put(action)
         self.wake.set()  # show it before the next generation's output
+
+    def event(self, event: Event) -> None:
+        """Show an event in turn: after the output of an earlier generation."""
+        self.in_turn(partial(self.shown.screen.event, event))
+        if (text := report.phase(event)) is not None:
+            late = isinstance(event, WorkersStarted)  # a worker may have written before the others started
+            self.in_turn(lambda: phase(text if self.follower.silent or not late else ""))
+        if message := report.line(event):
+            self.in_turn(partial(self.shown.message, message))
 
     @contextlib.contextmanager
     def following(self) -> Iterator[None]:
@@ -122,13 +133,22 @@ class Output:
         while not self.done.is_set():
             self.wake.wait(pause)
             self.wake.clear()
-            pause = INTERVAL[0] if self._catch_up() else min(INTERVAL[1], 1.5 * pause)
+            pause = INTERVAL[0] if self._turn() else min(INTERVAL[1], 1.5 * pause)
         until = time.monotonic() + LAST_LINES_TIMEOUT
-        while self._catch_up(end=True):
+        while self._turn(end=True):
             if time.monotonic() > until:
                 return self.shown.message(f"warning: some worker output was not shown: see {self.follower.paths.logs}")
 
-    def _catch_up(self, end: bool = False) -> int:
+    def _turn(self, end: bool = False) -> bool:
+        """Show what is new; return whether anything was, or may follow. An error must not end all output."""
+        before = self.follower.offsets()
+        try:
+            return bool(self._catch_up(end)) or self.follower.offsets() != before
+        except Exception:
+            log.exception("output of the workers could not be shown")
+            return self.follower.offsets() != before
+
+    def _catch_up(self, end: bool) -> int:
         """Show what workers have written, and then what was queued before; return how much that was."""
         shown = count = self.queued.qsize()
         until, fresh = time.monotonic() + MAX_SHOW_SECONDS, False
@@ -146,10 +166,9 @@ class Output:
         self._note(end)
         for _ in range(count):
             self.queued.get()()
-        if bar := self.printer.bar(self.follower.bars()):
+        if bar := self.printer.bar(self.follower.bars(), time.time()):
             progress(bar, self.shown.show)
-        for call in self.after:
-            call()
+        self.refresh()
         return shown
 
     def _note(self, end: bool) -> None:

@@ -20,16 +20,22 @@ from orchestrate.view.screen import Screen
 from orchestrate.view.state import View, status
 
 MAX_METRICS = 1 << 20  # bytes that are read at a time
-STATUS_INTERVAL = 60.0  # seconds between two lines of status
+FIRST_STATUS, STATUS_INTERVAL = 15.0, 60.0  # seconds to the first line of status, and between two others
+READ_INTERVAL = 5.0  # seconds between two reads of metrics.jsonl
 
 
 class Folded(Screen):
     """Folds everything into a View."""
 
-    def __init__(self, plan: Plan, paths: JobPaths) -> None:
-        """`paths` are the files of the job, whose metrics are read."""
-        self.view, self.paths, self.metrics = View(plan, time.monotonic()), paths, Lines()
+    def __init__(self, plan: Plan, paths: JobPaths, hide: Callable[[str], str] = str) -> None:
+        """`paths` are the files of the job, whose metrics are read; `hide` removes secrets from their names."""
+        self.view, self.paths, self.metrics, self.hide = View(plan, time.monotonic()), paths, Lines(), hide
         self.lock = threading.RLock()
+
+    def began(self, seconds: float) -> None:
+        """Take how long ago the job began."""
+        with self.lock:
+            self.view.began = time.monotonic() - seconds
 
     def planned(self, plan: Plan) -> None:
         """Take the plan of the next generation."""
@@ -45,7 +51,7 @@ class Folded(Screen):
         """Take a line that a worker has written: what it says about its progress."""
         with self.lock:
             if rank in self.view.ranks:
-                self.view.ranks[rank].hear(found, time.monotonic())
+                self.view.hear(rank, found, time.monotonic())
 
     def activity(self, found: Mapping[int, Activity]) -> None:
         """Take what the workers are doing."""
@@ -64,8 +70,9 @@ class Folded(Screen):
         """Read what the script has written to metrics.jsonl since the last call."""
         with contextlib.suppress(OSError), self.paths.folder.open(METRICS) as file:
             last: dict[str, Any] = {}
+            self.metrics.near_end(file, MAX_METRICS)
             for values in measurements(self.metrics.new(file, MAX_METRICS)):
-                last |= values
+                last |= {self.hide(name): value for name, value in values.items()}
             if last:
                 self.view.measure(last, time.monotonic())
                 self.view.enter("", time.monotonic())  # the workers are working
@@ -74,17 +81,19 @@ class Folded(Screen):
 class PlainScreen(Folded):
     """Prints a line of status from time to time."""
 
-    def __init__(self, plan: Plan, paths: JobPaths) -> None:
-        """`paths` are the files of the job, whose metrics are read."""
-        super().__init__(plan, paths)
-        self.printed, self.due = "", time.monotonic() + STATUS_INTERVAL
+    def __init__(self, plan: Plan, paths: JobPaths, hide: Callable[[str], str] = str) -> None:
+        """`paths` are the files of the job, whose metrics are read; `hide` removes secrets from their names."""
+        super().__init__(plan, paths, hide)
+        self.printed, self.due, self.next_read = "", time.monotonic() + FIRST_STATUS, 0.0
 
     def refresh(self, bars: Callable[[], Mapping[int, Progress | None]]) -> None:
         """Print the status, if it is time and it has changed."""
+        if time.monotonic() >= self.next_read:  # more often than lines are printed, to know the pace
+            self.next_read = time.monotonic() + READ_INTERVAL
+            self.catch_up(bars())
         if time.monotonic() < self.due:
             return
         self.due = time.monotonic() + STATUS_INTERVAL
-        self.catch_up(bars())
         with self.lock:
             text = status(self.view)
         if text and text != self.printed:

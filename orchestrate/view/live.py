@@ -25,9 +25,12 @@ MAX_LINES = 500  # that wait for the next picture
 class LiveScreen(Folded):
     """Draws the picture at intervals, and prints lines above it."""
 
-    def __init__(self, plan: Plan, paths: JobPaths, keys: str) -> None:
-        """`paths` are the files of the job, whose metrics are shown; `keys` describes what Ctrl-C does."""
-        super().__init__(plan, paths)
+    def __init__(self, plan: Plan, paths: JobPaths, keys: str, hide: Callable[[str], str] = str) -> None:
+        """`paths` are the files of the job, whose metrics are shown; `keys` describes what Ctrl-C does.
+
+        `hide` removes secrets from names of metrics.
+        """
+        super().__init__(plan, paths, hide)
         self.keys = keys
         self.terminal = Console(file=sys.stderr, highlight=False)
         self.live = Live(
@@ -83,9 +86,9 @@ class LiveScreen(Folded):
 
 
 @contextlib.contextmanager
-def shown(plan: Plan, paths: JobPaths, keys: str) -> Iterator[LiveScreen]:
+def shown(plan: Plan, paths: JobPaths, keys: str, hide: Callable[[str], str]) -> Iterator[LiveScreen]:
     """Show the live view of a job during a `with` block; everything that is printed appears above it."""
-    screen = LiveScreen(plan, paths, keys)
+    screen = LiveScreen(plan, paths, keys, hide)
     screen.live.start()
     console.attach(screen)
     try:

@@ -14,6 +14,7 @@ from orchestrate.job.plan import Plan
 
 COLORS = ("\x1b[36m", "\x1b[33m", "\x1b[32m", "\x1b[35m", "\x1b[34m", "\x1b[31m")  # of prefixes, by rank
 LOOK_AHEAD = 8  # lines of a rank in which a line of another one is searched
+MANY = 64  # ranks, from which on that would take long
 MAX_LABEL = 20  # characters of a list of ranks
 
 
@@ -64,10 +65,10 @@ class Printer:
         when = "" if now is None or not self.style.timestamps else stamp(now)
         return " ".join([*(part for part in (when, prefix) if part), text])
 
-    def bar(self, bars: Mapping[int, str]) -> str:
+    def bar(self, bars: Mapping[int, str], now: float | None = None) -> str:
         """Return the progress bar of the first rank that has one; empty if there is none."""
         shown = {rank: bar for rank, bar in bars.items() if self.style.ranks is None or rank in self.style.ranks}
-        return next((self.text([rank], bar) for rank, bar in shown.items()), "")
+        return next((self.text([rank], bar, now) for rank, bar in shown.items()), "")
 
 
 def merged(lines: Iterable[Line]) -> Iterator[tuple[list[int], str]]:
@@ -78,12 +79,13 @@ def merged(lines: Iterable[Line]) -> Iterator[tuple[list[int], str]]:
     waiting: dict[int, deque[str]] = {}
     for line in lines:
         waiting.setdefault(line.rank, deque()).append(line.text)
+    ahead = LOOK_AHEAD if len(waiting) <= MANY else 1
     for rank, own in sorted(waiting.items()):
         while own:
             text, ranks = own.popleft(), [rank]
             for other in sorted(waiting.keys() - {rank}):
                 queue = waiting[other]
-                place = next((index for index, found in zip(range(LOOK_AHEAD), queue) if found == text), None)
+                place = next((index for index, found in zip(range(ahead), queue) if found == text), None)
                 if place is not None:
                     yield from (([other], queue.popleft()) for _ in range(place))
                     queue.popleft()

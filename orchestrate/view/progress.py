@@ -6,16 +6,19 @@ import ast
 import logging
 import math
 import re
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 log = logging.getLogger(__name__)
+# Python's parser warns about text that is odd, but valid; what workers print may be any.
+warnings.filterwarnings("ignore", category=SyntaxWarning, module="<unknown>")
 
 MAX_LINE = 2000  # characters that are searched; bars and metrics are shorter
-NUMBER = r"[0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?"
+NUMBER = r"[0-9]{1,15}(?:\.[0-9]{1,20})?(?:[eE][+-]?[0-9]{1,2})?"  # all are finite
 COUNT = rf"({NUMBER})([kMG]?)"
-CLOCK = r"((?:[0-9]+:)?[0-9]{1,2}:[0-9]{2}|\?)"
+CLOCK = r"((?:[0-9]{1,6}:)?[0-9]{1,2}:[0-9]{2}|\?)"
 # tqdm: `Epoch 3:  45%|####5     | 12/27 [00:01<00:02,  7.41it/s, loss=0.1]`
 BAR = re.compile(
     rf"\|\s*{COUNT}/{COUNT} \[{CLOCK}<{CLOCK}(?:,\s*(?:({NUMBER})|\?)(s/)?[A-Za-z]+(/s)?)?([^\]]{{0,500}})\]"
@@ -23,11 +26,14 @@ BAR = re.compile(
 FLAT = re.compile(r"\{[^(\[{}]*\}")  # a dict without nested values, which Python's parser can take long for
 PAIR = re.compile(rf"\b([A-Za-z][\w./]{{0,40}}) ?[=: ] ?(-?{NUMBER})(?![\w.%])")
 # `step 7/90`, `iter 7:`, `Iteration: 7 of 90`; a fraction, a version or a date is not a step
-STEP_OF = re.compile(
-    r"\b(?:step|iter|iteration)\b ?[:=#]? ?([0-9]{1,15})(?: ?(?:/|of) ?([0-9]{1,15}))?(?![\w.%/-])", re.I
+STEP_OF = re.compile(  # not in the text of an error, which comes later in its line
+    r"^.{0,16}\b(?:step|iter|iteration)\b ?[:=#]? ?([0-9]{1,15})(?: ?(?:/|of) ?([0-9]{1,15}))?(?![\w.%/-])", re.I
 )
 FACTORS = {"": 1, "k": 1000, "M": 1_000_000, "G": 1_000_000_000}
-NAMES = ("loss", "acc", "lr", "perplexity", "ppl")  # parts of the names of metrics in text that is not a bar
+NAMES = re.compile(  # of metrics in text that is not a bar, such as `train_loss` or `acc1`
+    r"(?:^|[_./])(?:[a-z]*loss|acc|accuracy|lr|perplexity|ppl)[0-9]?(?:$|[_./])", re.IGNORECASE
+)
+DIGIT = re.compile("[0-9]")
 STEP, TOTAL = ("step", "global_step", "current_step"), ("total_steps", "max_steps")  # metrics that are no metrics
 MAX_STEP = 1 << 53  # beyond which not every float is a whole number
 SEARCH_SECONDS = 0.1  # for one pattern in one line
@@ -53,12 +59,14 @@ class Progress:
 def parse(line: str) -> Progress | None:
     """Return what a line says, or None if that is nothing; of several bars in a line, the last one counts."""
     line = line[-MAX_LINE:]
+    if not DIGIT.search(line):
+        return None
     bars = list(BAR.finditer(line))
     if bars:
         return _of_bar(bars[-1])
     if FLAT.fullmatch(line) and (found := _of_dict(line)):
         return _of_metrics(found)
-    pairs = {name: float(value) for name, value in PAIR.findall(line) if any(part in name.lower() for part in NAMES)}
+    pairs = {name: float(value) for name, value in PAIR.findall(line) if NAMES.search(name)}
     if step := STEP_OF.search(line):
         return Progress(step=int(step[1]), total=int(step[2]) if step[2] else None, metrics=pairs, bar=True)
     return Progress(metrics=pairs) if pairs else None
@@ -69,7 +77,9 @@ class Reader:
 
     def __init__(self, patterns: Mapping[str, str]) -> None:
         """`patterns` are regular expressions by the name of their metric, which is the first group."""
-        self.patterns: dict[str, Any] = {}
+        self.given, self.patterns = bool(patterns), dict[str, Any]()
+        self.unmatched = {*patterns}  # names whose pattern no line has matched so far
+        self.slow: set[str] = set()  # names whose pattern is ignored, since a search took too long
         if patterns:
             import regex  # only here: it takes time to import; unlike in `re`, a search can be limited in time
 
@@ -78,7 +88,7 @@ class Reader:
     def parse(self, line: str) -> Progress | None:
         """Return what a line says, as `parse` does; with patterns, its metrics are those that they find."""
         found = parse(line)
-        if not self.patterns:
+        if not self.given:
             return found
         metrics = {name: value for name in [*self.patterns] if (value := self._search(name, line)) is not None}
         if not found:
@@ -88,15 +98,25 @@ class Reader:
             return replace(found, metrics=own.metrics)
         return replace(found, metrics=own.metrics, step=own.step, total=own.total, bar=False)
 
+    def problems(self) -> list[str]:
+        """Describe the patterns that have found nothing or were ignored, at the end of a job."""
+        return [
+            *(f"no line of rank 0 matches the pattern of the metric {name}" for name in sorted(self.unmatched)),
+            *(f"the pattern of the metric {name} was ignored: a search took too long" for name in sorted(self.slow)),
+        ]
+
     def _search(self, name: str, line: str) -> float | None:
         try:
             match = self.patterns[name].search(line[-MAX_LINE:], timeout=SEARCH_SECONDS)
             value = float(match[1].replace(",", "")) if match and match[1] else math.nan
+            self.unmatched -= {name} if match else set()
         except ValueError:  # the group is not a number
             return None
         except (TimeoutError, MemoryError, RecursionError):
             log.warning("the pattern of the metric %s is ignored from now on: a search took too long", name)
             del self.patterns[name]
+            self.unmatched -= {name}
+            self.slow |= {name}
             return None
         return value if math.isfinite(value) else None
 
@@ -116,8 +136,8 @@ def _of_bar(bar: re.Match[str]) -> Progress:
     step, step_unit, total, total_unit, _, left, rate, inverse, _, rest = bar.groups()
     rate_value = float(rate) if rate else 0.0
     return Progress(
-        step=int(float(step) * FACTORS[step_unit]),
-        total=int(float(total) * FACTORS[total_unit]),
+        step=_whole(float(step) * FACTORS[step_unit]),
+        total=_whole(float(total) * FACTORS[total_unit]),
         seconds_left=None if left == "?" else _seconds(left),
         step_seconds=(rate_value if inverse else 1 / rate_value) if rate_value else None,
         metrics={name: float(value) for name, value in PAIR.findall(rest) if name != "v_num"},

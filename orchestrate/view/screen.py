@@ -18,6 +18,9 @@ class Screen:
     # Called every second with the activity of the workers, by rank; None if it is not displayed.
     watch: Callable[[Mapping[int, Activity]], None] | None = None
 
+    def began(self, seconds: float) -> None:
+        """Take how long ago the job began, if that was before the screen was there."""
+
     def planned(self, plan: Plan) -> None:
         """Take the plan of the next generation."""
 

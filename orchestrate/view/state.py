@@ -20,6 +20,7 @@ EVENTS = 4  # that are shown
 SHOWN_METRICS = 3
 NAME = re.compile(r"[A-Za-z][\w ./-]{0,40}", re.ASCII)  # of a metric that is shown
 TOGETHER = 0.01  # seconds; lines within this time were read together, and not written at this pace
+MAX_CLOCK = 1e9  # seconds; what workers report may be any number
 IDLE = 5.0  # seconds after which an idle worker is shown as such
 BUSY = 0.05  # cores; a worker that uses less is idle
 
@@ -104,6 +105,18 @@ class View:
             case events.WorkerEnded() if event.rank in self.ranks:
                 self.ranks[event.rank].state = "failed" if event.exit_code else "succeeded"
 
+    def hear(self, number: int, found: Progress | None, now: float) -> None:
+        """Take a line that a worker has written: what it says about its progress.
+
+        None of the workers is idle if one gets to another step: they wait for each other in every step.
+        """
+        rank = self.ranks[number]
+        before = rank.stepped[0]
+        rank.hear(found, now)
+        if rank.stepped[0] != before:
+            for other in self.ranks.values():
+                other.heard = now
+
     def activity(self, found: Mapping[int, Activity], now: float) -> None:
         """Take what the workers are doing."""
         for number, doing in found.items():
@@ -126,7 +139,8 @@ class View:
         }
         step, total = (int(numbers.pop(name)) if name in numbers else None for name in ("step", "total_steps"))
         if 0 in self.ranks and (step is not None or numbers):
-            self.ranks[0].take(Progress(step=step, total=total or self.ranks[0].progress.total, metrics=numbers), now)
+            found = Progress(step=step, total=total or self.ranks[0].progress.total, metrics=numbers)
+            self.hear(0, found, now)
 
     @property
     def lead(self) -> Rank:
@@ -168,7 +182,7 @@ def status(view: View) -> str:
 
 def clock(seconds: float) -> str:
     """Format a duration: `7 s`, `2:05`, `1:02:05`."""
-    whole = max(0, int(seconds))
+    whole = int(min(max(0.0, seconds), MAX_CLOCK))
     if whole < 60:
         return f"{whole} s"
     minutes, rest = divmod(whole, 60)

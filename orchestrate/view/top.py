@@ -73,9 +73,9 @@ class Top:
                 self.gpu.setdefault(uuid, Meter()).samples.append(share)
                 self.memory[uuid] = memory
 
-    def table(self, height: int) -> Table:
-        """Draw all workers, or as many as fit on `height` lines, the busiest first."""
-        table = Table(box=None, pad_edge=False)
+    def table(self, height: int, hint: str = "") -> Table:
+        """Draw all workers, or as many as fit on `height` lines, the busiest first, with a hint in the title."""
+        table = Table(box=None, pad_edge=False, title=f"{self.plan.job_id}  {hint}".rstrip(), title_justify="left")
         for title, justify in (("rank", "right"), ("node", "left"), ("state", "left"), ("cores", "right")):
             table.add_column(title, justify=justify, no_wrap=True)  # type: ignore[arg-type]
         table.add_column("", no_wrap=True, width=COLUMNS)
@@ -116,4 +116,4 @@ def full_screen(top: Top) -> Iterator[Callable[[], None]]:
     """Show a table on the whole terminal during a `with` block; yields a function that draws it again."""
     console = Console(file=sys.stdout, highlight=False)
     with Live(console=console, auto_refresh=False, screen=True) as live:
-        yield lambda: live.update(top.table(console.size.height - 4), refresh=True)
+        yield lambda: live.update(top.table(console.size.height - 5, "Ctrl-C quits; the job continues"), refresh=True)
