@@ -136,7 +136,7 @@ def read_set(assignments: list[str]) -> dict[str, Any]:
             name = re.match(r"[\w.]*", assignment)[0]  # type: ignore[index]
             raise UsageError(f"--set {name}: missing =", "use --set key=value")
         layer[key] = value
-        if not key.startswith("env.") and key not in ("command", "name", "user"):
+        if not key.startswith(("env.", "metrics.")) and key not in ("command", "name", "user"):
             with contextlib.suppress(yaml.YAMLError):
                 layer[key] = strict_yaml.parse(value, all_text=key.partition(".")[0] in ("env", "hyperparameters"))[0]
     return layer
