@@ -7,7 +7,10 @@ import pytest
 
 from orchestrate.errors import UsageError
 from orchestrate.job.layers import read_set, resolve
+from orchestrate.job.logs import Follower
+from orchestrate.supervise.output import listen
 from orchestrate.view.progress import Progress, Reader, parse
+from orchestrate.view.screen import Screen
 
 
 def test_a_bar_of_tqdm_must_be_read():
@@ -131,3 +134,15 @@ def test_a_pattern_that_the_search_cannot_use_must_be_refused():
 def test_a_pattern_on_the_command_line_must_be_text_whatever_it_contains():
     found = resolve(read_set(["metrics.loss=Loss: ([0-9.]+)", "metrics.step=Schritt #(\\d+)"]))
     assert found.metrics == {"loss": "Loss: ([0-9.]+)", "step": "Schritt #(\\d+)"}
+
+
+def test_patterns_must_be_searched_in_the_output_of_rank_0_only(paths):
+    seen = []
+    screen = Screen()
+    screen.heard = lambda rank, found: seen.append((rank, found and found.metrics))  # type: ignore[method-assign]
+    for rank in (0, 1):
+        paths.log(rank).write_text("Loss: 0.5  loss 7\n")
+    follower = Follower(paths, [0, 1])
+    listen(follower, Reader({"mine": r"Loss: ([0-9.]+)"}), screen)
+    assert len([*follower.lines()]) == 2
+    assert seen == [(0, {"mine": 0.5}), (1, {"Loss": 0.5, "loss": 7.0})]

@@ -60,11 +60,11 @@ class Following:
             for event in found[self.seen :]:
                 self.seen += 1
                 self._take(event)
-        until, before = time.monotonic() + LAST_LINES_TIMEOUT, None
-        while before != (before := self.follower.offsets()):
+        until, unread = time.monotonic() + LAST_LINES_TIMEOUT, True
+        while unread and time.monotonic() < until:
+            before = self.follower.offsets()
             yield from texts(self.follower, self.printer, end)
-            if not end or time.monotonic() > until:  # before the end, there is another turn
-                break
+            unread = end and self.follower.offsets() != before  # before the end, there is another turn
         self._use()
         self.refresh()
 

@@ -17,8 +17,9 @@ from orchestrate.console import print_message, stream
 from orchestrate.errors import ResourceError, UsageError
 from orchestrate.files.paths import JobPaths
 from orchestrate.job import store
-from orchestrate.job.events import Event, to_line
+from orchestrate.job.events import OURS, Event, to_line
 from orchestrate.job.plan import Plan
+from orchestrate.job.redact import Mask
 from orchestrate.view.folded import Folded, PlainScreen
 from orchestrate.view.printer import Style
 from orchestrate.view.progress import Progress
@@ -34,13 +35,17 @@ IMPORTANT = ("warning:", "error:", "hint:")  # how messages begin that are also 
 class JsonScreen(Folded):
     """Prints events and progress to stdout, one JSON object per line."""
 
-    printed: Progress | None = None
-    due = 0.0
+    def __init__(self, plan: Plan, paths: JobPaths, mask: Mask) -> None:
+        """`mask` hides secrets."""
+        super().__init__(plan, paths, mask)
+        self.mask = mask
+        self.printed: Progress | None = None
+        self.due = 0.0  # when progress may be printed again
 
     def event(self, event: Event) -> None:
         """Take an event."""
         super().event(event)
-        stream(json.dumps(to_line(event)))
+        stream(json.dumps(self.mask.inside(to_line(event), ours=OURS)))
 
     def refresh(self, bars: Callable[[], Mapping[int, Progress | None]]) -> None:
         """Print the progress, if it is time and it has changed."""

@@ -47,7 +47,11 @@ def listen(
                 take(found)
 
     follower.heard = heard
-    return lambda: screen.refresh(lambda: {rank: parse(bar) for rank, bar in follower.bars().items()})
+
+    def bars() -> dict[int, Progress | None]:
+        return {rank: reader.parse(bar) if rank == 0 else parse(bar) for rank, bar in follower.bars().items()}
+
+    return lambda: screen.refresh(bars)
 
 
 def texts(follower: Follower, printer: Printer, end: bool) -> Iterator[str]:
