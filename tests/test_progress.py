@@ -139,7 +139,7 @@ def test_a_pattern_on_the_command_line_must_be_text_whatever_it_contains():
 def test_patterns_must_be_searched_in_the_output_of_rank_0_only(paths):
     seen = []
     screen = Screen()
-    screen.heard = lambda rank, found: seen.append((rank, found and found.metrics))  # type: ignore[method-assign]
+    screen.heard = lambda rank, found: seen.append((rank, found and found.metrics))
     for rank in (0, 1):
         paths.log(rank).write_text("Loss: 0.5  loss 7\n")
     follower = Follower(paths, [0, 1])
