@@ -23,6 +23,7 @@ from orchestrate.files.paths import JobPaths
 from orchestrate.job.events import GenerationStarting, NodesStarting, RestartDecided, WorkersStarted
 from orchestrate.job.spec import JobSpec
 
+TIMEOUT = 180_000  # milliseconds for each step of the browser, on a busy machine
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 
 
@@ -176,29 +177,30 @@ def test_a_browser_must_follow_a_job_to_its_report_and_compare_it(cli, nothing_l
         address = serving.stdout.readline().strip()
         player = stack.enter_context(sync.sync_playwright())
         arguments = ["--no-sandbox"] if os.getuid() == 0 else []
-        browser = player.chromium.launch(executable_path=CHROMIUM, args=arguments)
+        browser = player.chromium.launch(executable_path=CHROMIUM, args=arguments, timeout=TIMEOUT)
         stack.callback(browser.close)
         page = browser.new_page(viewport={"width": 400, "height": 800})
+        page.set_default_timeout(TIMEOUT)
         problems: list[str] = []
         page.on("console", lambda message: problems.append(message.text))
         page.on("pageerror", lambda error: problems.append(str(error)))
         page.goto(address)
-        page.wait_for_selector("text=steps-", timeout=60_000)  # the list updates itself
+        page.wait_for_selector("text=steps-")  # the list updates itself
         page.click("text=steps-")
-        page.wait_for_selector("svg", timeout=60_000)
+        page.wait_for_selector("svg")
         seen = "Number(document.querySelector('tbody td:nth-child(4)').textContent)"
         before = page.evaluate(seen)
         eventually(lambda: page.evaluate(seen) > before)  # without being loaded again
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
         cli.finish_jobs()
-        page.wait_for_selector("text=succeeded", timeout=60_000)  # the report
+        page.wait_for_selector("text=succeeded")  # the report
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
         assert page.locator("h2").all_inner_texts()[0] == "Metrics"
         page.goto(address)
         for box in page.locator("input[type=checkbox]").all():
             box.check()
         page.click("text=Compare selected jobs")
-        page.wait_for_selector("text=Settings", timeout=60_000)
+        page.wait_for_selector("text=Settings")
         assert page.locator("mark").count() >= 1
         assert problems == []
     job.communicate(timeout=60)
