@@ -197,6 +197,9 @@ def test_a_failed_accept_must_be_retried(number):
         def setblocking(self, flag: bool) -> None:
             assert not flag
 
+        def fileno(self) -> int:
+            return 3
+
         def accept(self) -> tuple[str, str]:
             if self.fails:
                 raise OSError(number, "")

@@ -18,7 +18,7 @@ README = (ROOT / "README.md").read_text()
 # Messages that only a first run or a slow one prints.
 PASSING = (
     "installing|building the image|starting|the nodes are still|waiting for|importing|cleaning up|"
-    "looking for GPUs$|testing the GPUs with torch$"
+    "looking for GPUs$|testing the GPUs with torch$|[a-z0-9-]+: step"
 )
 ACTIVATE = ". .venv/bin/activate"
 
@@ -36,7 +36,8 @@ def grouped(output: str) -> dict[str, list[str]]:
     """The output of each worker and our own (""), as lines in order, without what differs between two runs."""
     found: dict[str, list[str]] = {}
     for line in re.sub(rf"^({PASSING})\b.*\n", "", output, flags=re.M).splitlines():
-        speaker, bar, text = line.partition(" | ") if " | " in line else ("", "", line)
+        match = re.match(r"(.*?) \| (.*)", line) or re.match(r"(\[[\d,-]+\]) (.*)", line)  # Compose's prefix, or ours
+        speaker, text = match.groups() if match else ("", line)
         found.setdefault(speaker.rstrip(), []).append(normalized(text).rstrip())
     return found
 

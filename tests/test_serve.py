@@ -5,7 +5,6 @@ import http.client
 import json
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -172,7 +171,7 @@ def test_a_browser_must_follow_a_job_to_its_report_and_compare_it(cli, nothing_l
         serving = stack.enter_context(
             subprocess.Popen(command, cwd=cli.folder, env=cli.env, text=True, stdout=subprocess.PIPE)
         )
-        stack.callback(serving.send_signal, signal.SIGINT)
+        stack.callback(serving.terminate)
         assert serving.stdout
         address = serving.stdout.readline().strip()
         player = stack.enter_context(sync.sync_playwright())

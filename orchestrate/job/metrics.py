@@ -59,6 +59,6 @@ def plain(value: Any) -> bool:
         elif isinstance(value, str):
             if len(value) > MAX_TEXT:
                 return False
-        elif value is not None and not abs(value) < MAX_NUMBER:  # NaN is not valid JSON
+        elif value is not None and abs(value) >= MAX_NUMBER:
             return False
     return True

@@ -1,5 +1,6 @@
 """Run a training script whose rank 1 is killed after its first checkpoint: `killed_once.py SCRIPT ARGS`."""
 
+import contextlib
 import os
 import pathlib
 import runpy
@@ -13,7 +14,10 @@ import torch  # noqa: F401  (nodes import ahead what the script imports)
 
 def watch() -> None:
     checkpoints = pathlib.Path(os.environ["JOB_DIR"], "checkpoints")
-    while not any(checkpoints.glob(os.environ["CHECKPOINT"])):
+    found = False
+    while not found:
+        with contextlib.suppress(OSError):  # the script has just removed an old checkpoint
+            found = any(checkpoints.glob(os.environ["CHECKPOINT"]))
         time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGKILL)
 
