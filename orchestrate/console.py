@@ -79,9 +79,13 @@ def clean(text: str, colors: bool = False) -> str:
 
 def colors(stream: TextIO | None) -> bool:
     """Whether a stream shows colors: a terminal that can, unless `NO_COLOR` is set (no-color.org)."""
-    with contextlib.suppress(ValueError, OSError, AttributeError):
-        terminal = stream is not None and stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
-        return terminal and not os.environ.get("NO_COLOR")
+    return _terminal(stream) and not os.environ.get("NO_COLOR")
+
+
+def _terminal(stream: TextIO | None) -> bool:
+    """Whether a stream is a terminal that understands control sequences."""
+    with contextlib.suppress(ValueError, OSError, AttributeError):  # a stream is closed or missing
+        return stream is not None and stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
     return False
 
 
@@ -171,7 +175,7 @@ def replaces(stream: TextIO | None) -> bool:
     """Whether the last line can be replaced: not if stdout goes to a pipe, whose reader may write to the terminal."""
     with contextlib.suppress(ValueError, OSError, AttributeError):  # a stream is closed or missing
         alone = sys.stdout is None or not stat.S_ISFIFO(os.fstat(sys.stdout.fileno()).st_mode)
-        return alone and stream is not None and stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+        return alone and _terminal(stream)
     return False
 
 

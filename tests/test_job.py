@@ -455,7 +455,7 @@ def test_a_reader_that_stops_reading_must_not_block_the_supervisor(paths, monkey
 
 def test_an_error_in_the_output_thread_must_not_end_all_output(paths, monkeypatch):
     create(paths)
-    engine, texts, calls = Whole([ALL_WELL]), output.texts, []
+    engine, texts, calls = Whole([ALL_WELL]), output.Printing.texts, []
 
     def broken(*arguments):
         calls.append(1)
@@ -463,7 +463,7 @@ def test_an_error_in_the_output_thread_must_not_end_all_output(paths, monkeypatc
             raise KeyError("a bug")
         return texts(*arguments)
 
-    monkeypatch.setattr(output, "texts", broken)
+    monkeypatch.setattr(output.Printing, "texts", broken)
     engine.start = after(engine.start, lambda: paths.log(0).write_text("a line\n"))
     _, shown = supervise(paths, engine)
     assert "[0] a line" in shown

@@ -59,7 +59,7 @@ def _follow(args: argparse.Namespace, paths: JobPaths, spec: JobSpec, follower: 
             running = following.running
             for text in following.turn(end=not running):
                 shown.show(text)
-            if bar := following.printer.bar(follower.bars(), time.time()):
+            if bar := following.printing.bar():
                 progress(bar, shown.show)
             if running:
                 time.sleep(INTERVAL)

@@ -13,8 +13,8 @@ from orchestrate.files.paths import JobPaths
 from orchestrate.job import events, store, usage
 from orchestrate.job.logs import Follower
 from orchestrate.job.spec import JobSpec
-from orchestrate.supervise.output import LAST_LINES_TIMEOUT, listen, texts
-from orchestrate.view.printer import Printer, Style
+from orchestrate.supervise.output import LAST_LINES_TIMEOUT, Printing, listen
+from orchestrate.view.printer import Style
 from orchestrate.view.progress import Reader
 from orchestrate.view.screen import Screen
 
@@ -27,11 +27,10 @@ class Following:
     def __init__(self, paths: JobPaths, spec: JobSpec, follower: Follower, screen: Screen, style: Style) -> None:
         """Continue where `follower` has read, and show everything on `screen`."""
         self.paths, self.follower, self.screen = paths, follower, screen
-        self.printer = Printer(store.load(paths)[1], style)
+        self.printing = Printing(follower, store.load(paths)[1], style)
         self.refresh = listen(follower, Reader(spec.metrics), screen)
         self.seen, self.size = 0, -1  # events, and bytes of their file
         self.used, self.due = 0.0, 0.0  # time of the last usage, and of the next question for it
-        follower.marks, follower.colors = False, style.colors
 
     @property
     def running(self) -> bool:
@@ -63,7 +62,7 @@ class Following:
         until, unread = time.monotonic() + LAST_LINES_TIMEOUT, True
         while unread and time.monotonic() < until:
             before = self.follower.offsets()
-            yield from texts(self.follower, self.printer, end)
+            yield from self.printing.texts(end)
             unread = end and self.follower.offsets() != before  # before the end, there is another turn
         self._use()
         self.refresh()
@@ -71,9 +70,8 @@ class Following:
     def _take(self, event: events.Event) -> None:
         if isinstance(event, events.GenerationStarting):
             plan = store.load(self.paths)[1]
-            self.printer.planned(plan)
+            self.printing.planned(plan)
             self.screen.planned(plan)
-            self.follower.follow(worker.rank for worker in plan.workers)
         self.screen.event(event)
 
 

@@ -154,7 +154,7 @@ def _add_other_commands(subparsers: Subparsers) -> None:
         description="Remove a cluster's nodes and files, but not the files of its jobs.",
     )
     command.add_argument("cluster", type=_name, metavar="CLUSTER", help="name or unique prefix")
-    command.add_argument("--dry-run", action="store_true", help="print what would be removed, and exit")
+    _add_dry_run(command)
     _add_runs(command)
     command = subparsers.add_parser(
         "ps", help="list running jobs and clusters", description="List running jobs and clusters."
@@ -171,7 +171,7 @@ def _add_other_commands(subparsers: Subparsers) -> None:
         "--older-than", type=_duration, default="30d", metavar="DURATION", help="time since their end (default: 30d)"
     )
     command.add_argument("--caches", action="store_true", help="also remove the caches, which jobs fill again")
-    command.add_argument("--dry-run", action="store_true", help="print what would be removed, and exit")
+    _add_dry_run(command)
     _add_runs(command)
     command = subparsers.add_parser(
         "serve",
@@ -202,7 +202,7 @@ def _add_job_commands(subparsers: Subparsers) -> None:
         if name in ("logs", "events"):
             command.add_argument("-f", "--follow", action="store_true", help="follow the job until it ends")
         if name in ("stop", "rm"):
-            command.add_argument("--dry-run", action="store_true", help="print what would be removed, and exit")
+            _add_dry_run(command)
 
 
 def _add_log_options(command: argparse.ArgumentParser) -> None:
@@ -289,6 +289,11 @@ def _add_stdout_options(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("-q", "--quiet", action="store_true", help="print only warnings and the result")
     _add_ranks(command)
+
+
+def _add_dry_run(command: argparse.ArgumentParser) -> None:
+    """Add the option of commands that remove something."""
+    command.add_argument("--dry-run", action="store_true", help="print what would be removed, and exit")
 
 
 def _add_ranks(command: argparse.ArgumentParser) -> None:

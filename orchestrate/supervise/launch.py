@@ -142,7 +142,7 @@ def supervise(
 
             def save_plan(plan: Plan) -> None:
                 store.keep(paths, plan)
-                output.planned(plan)
+                output.printing.planned(plan)
                 output.in_turn(partial(shown.screen.planned, plan))
 
             emit = recorder(paths, show_event, hide=hide)

@@ -19,7 +19,7 @@ from orchestrate.job.outcomes import Activity
 from orchestrate.job.plan import Plan
 from orchestrate.job.times import Clock
 from orchestrate.supervise.running import Watch
-from orchestrate.view.printer import Printer
+from orchestrate.view.printer import Printer, Style
 from orchestrate.view.progress import Progress, Reader, parse
 from orchestrate.view.screen import Screen, Shown
 
@@ -54,10 +54,28 @@ def listen(
     return lambda: screen.refresh(bars)
 
 
-def texts(follower: Follower, printer: Printer, end: bool) -> Iterator[str]:
-    """Yield the next part of the workers' output."""
-    most = MAX_READ if len(follower.ranks) < 2 else max(MIN_READ, MAX_READ // len(follower.ranks))
-    return printer.texts(follower.lines(end, most), time.time())
+class Printing:
+    """The output of workers as text: where it is read, and how it is printed."""
+
+    def __init__(self, follower: Follower, plan: Plan, style: Style) -> None:
+        """Continue where `follower` has read; what starts a generation is announced by its event."""
+        self.follower, self.printer = follower, Printer(plan, style)
+        follower.marks, follower.colors = False, style.colors
+
+    def planned(self, plan: Plan) -> None:
+        """Take the plan of a generation."""
+        self.follower.follow(worker.rank for worker in plan.workers)
+        self.printer.planned(plan)
+
+    def texts(self, end: bool) -> Iterator[str]:
+        """Yield the next part of the output."""
+        ranks = len(self.follower.ranks)
+        most = MAX_READ if ranks < 2 else max(MIN_READ, MAX_READ // ranks)
+        return self.printer.texts(self.follower.lines(end, most), time.time())
+
+    def bar(self) -> str:
+        """Return the progress bar of the first rank that has one; empty if there is none."""
+        return self.printer.bar(self.follower.bars(), time.time())
 
 
 class Usage(Watch):
@@ -88,17 +106,10 @@ class Output:
     def __init__(self, follower: Follower, plan: Plan, shown: Shown, clock: Clock, refresh: Callable[[], None]) -> None:
         """`refresh` is called after each read."""
         self.follower, self.shown, self.clock, self.refresh = follower, shown, clock, refresh
-        self.printer = Printer(plan, shown.style)
-        # The supervisor announces generations itself.
-        follower.marks, follower.colors = False, shown.style.colors
+        self.printing = Printing(follower, plan, shown.style)
         self.queued: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self.wake, self.done = threading.Event(), threading.Event()
         self.remaining: Iterator[str] = iter(())  # lines of a read that took too long to show
-
-    def planned(self, plan: Plan) -> None:
-        """Take the plan of a generation."""
-        self.follower.follow(worker.rank for worker in plan.workers)
-        self.printer.planned(plan)
 
     def in_turn(self, action: Callable[[], None]) -> None:
         """Queue other output, to be shown after the lines that workers have written so far."""
@@ -166,11 +177,11 @@ class Output:
             elif fresh:
                 break
             else:
-                self.remaining, fresh = texts(self.follower, self.printer, end), True
+                self.remaining, fresh = self.printing.texts(end), True
         self._note(end)
         for _ in range(count):
             self.queued.get()()
-        if bar := self.printer.bar(self.follower.bars(), time.time()):
+        if bar := self.printing.bar():
             progress(bar, self.shown.show)
         self.refresh()
         return shown

@@ -72,7 +72,7 @@ def _table(ranks: Sequence[Rank], now: float, width: int) -> Table:
         table.add_column(no_wrap=True, overflow="ellipsis")
     for rank in ranks:
         step = rank.progress.step
-        pace = rank.progress.step_seconds or (sum(rank.paces) / len(rank.paces) if rank.paces else None)
+        pace = rank.progress.step_seconds or rank.pace
         metrics = [f"{name} {value:.4g}" for name, value in rank.progress.metrics.items()][
             : SHOWN_METRICS if wide else 1
         ]

@@ -41,6 +41,11 @@ class Rank:
     paces: deque[float] = field(default_factory=lambda: deque(maxlen=PACES))  # seconds per step
     stepped: tuple[int, float] = (0, 0.0)  # its last step, and when it was reached
 
+    @property
+    def pace(self) -> float | None:
+        """Mean seconds of its last steps; None if unknown."""
+        return sum(self.paces) / len(self.paces) if self.paces else None
+
     def idle(self, now: float) -> float:
         """Seconds since it last did something, if it is running."""
         return max(0.0, now - self.heard) if self.state == "running" and self.heard else 0.0
@@ -162,8 +167,8 @@ def worst_first(ranks: Mapping[int, Rank], now: float) -> list[Rank]:
 def seconds_left(rank: Rank) -> float | None:
     """Return the seconds until a worker's last step, as it reports them or by its pace; None if unknown."""
     progress = rank.progress
-    if progress.seconds_left is None and progress.step is not None and progress.total and rank.paces:
-        return (progress.total - progress.step) * sum(rank.paces) / len(rank.paces)
+    if progress.seconds_left is None and progress.step is not None and progress.total and rank.pace:
+        return (progress.total - progress.step) * rank.pace
     return progress.seconds_left
 
 
