@@ -332,12 +332,12 @@ class Trainer:
         more[0], more[1 + job.rank] = float(job.asked), self.own_work.read() / max(1, len(losses))
         sums = job.sum(torch.cat([*(loss.reshape(1) for _, _, loss in losses), more.to(job.device)])).tolist()
         asking, *seconds = sums[len(losses) :]
-        if losses:
-            job.record(kind="pace", step=losses[-1][1], rank_seconds=seconds)
         for (epoch, step, _), value in zip(losses, sums):
             if not math.isfinite(value):  # before broken weights are saved
                 raise SystemExit(f"error: the loss is {value} at step {step}\nhint: try a lower --lr")
             job.record(kind="step", epoch=epoch, step=step, loss=value)
+        if losses:
+            job.record(kind="pace", step=losses[-1][1], rank_seconds=seconds)
         losses.clear()
         return asking > 0
 
@@ -354,7 +354,7 @@ class Trainer:
 
     def save(self, step: int, next_epoch: int, epoch_step: int, score: float | None = None) -> None:
         """Save a checkpoint of all workers after `step`; training resumes at `next_epoch` and `epoch_step`."""
-        job = self.job
+        job, started = self.job, time.monotonic()
         state = {name: holder.state_dict() for name, holder in self._holders().items()}
         arguments = {name: getattr(self.args, name) for name in FIXED}
         state |= {"epoch": next_epoch, "epoch_step": epoch_step, "random": job.gather(random_state(job))}
@@ -363,6 +363,7 @@ class Trainer:
                 self.checkpoints.wait()  # saves at the end of an epoch or on SIGTERM must not be skipped
             facts = {"score": score, "world_size": job.world_size, "generation": job.generation}
             self.checkpoints.save(state | {"arguments": arguments}, step, **facts)
+        job.record(kind="save", step=step, save_seconds=time.monotonic() - started)
 
     def stop(self, step: int) -> None:
         """Exit this process after `step`; all workers exit after the same step."""

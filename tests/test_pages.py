@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from html.parser import HTMLParser
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -11,11 +12,13 @@ from hypothesis import strategies as st
 
 from orchestrate.files.paths import JobPaths
 from orchestrate.job.events import (
+    CheckpointSaved,
     Event,
     GenerationEnded,
     GenerationStarting,
     JobEnded,
     JobResumed,
+    NodeInTrouble,
     NodesStarting,
     OutcomeDecided,
     RestartDecided,
@@ -23,8 +26,10 @@ from orchestrate.job.events import (
 )
 from orchestrate.job.outcomes import Cause, Outcome, Reason
 from orchestrate.pages import charts
-from orchestrate.pages.curves import BUCKETS, MAX_CURVES, progress, thinned
-from orchestrate.pages.spans import spans
+from orchestrate.pages.curves import BUCKETS, MAX_CURVES, Progress, progress, thinned
+from orchestrate.pages.page import duration
+from orchestrate.pages.run import Run
+from orchestrate.pages.spans import Span, moments, spans
 from orchestrate.supervise import launch
 from orchestrate.supervise.job_files import JobFiles
 from orchestrate.supervise.stores import Stores
@@ -192,6 +197,7 @@ def test_a_comparison_must_mark_what_differs(cli, restarted):
     assert re.findall("<mark>(.*?)</mark>", rows["trainers"]) == ["1", "0"]
     assert re.findall("<mark>(.*?)</mark>", rows["max_restarts"]) == ["not set", "2"]
     assert "<mark>" not in rows["command"] and "<mark>" not in rows["loss"]
+    assert page.references() == {f"{first}/report.html", f"{second}/report.html"}
     assert page.text.count(f"{first} {second}") >= 4  # tables, and the legend of the loss
 
 
@@ -242,13 +248,15 @@ def test_the_page_must_be_written_again_on_request(cli, restarted):
     ] * 2
 
 
-def test_a_copied_job_must_have_a_page_without_its_events_which_cannot_be_verified(cli, restarted):
+def test_a_copied_job_must_have_the_same_page_and_events(cli, restarted):
     there = cli.folder / "copied" / cli.run_dir().name
     shutil.copytree(cli.run_dir(), there, ignore=shutil.ignore_patterns("report.html", "sockets"))
     done = cli("report", f"copied/{there.name}")
     assert (done.returncode, done.stdout) == (0, f"copied/{there.name}/report.html\n"), done.stderr
-    page = Page((there / "report.html").read_text())
-    assert "succeeded : 2 workers" in page.text and "loss" in page.text and "How the time was spent" not in page.text
+    copy, page = (Page(text).text.partition(" Time ") for text in ((there / "report.html").read_text(), restarted))
+    assert copy[2] == page[2] and "How the time was spent" in page[2]
+    copied, original = cli("events", f"copied/{there.name}"), cli("events", there.name)
+    assert (copied.returncode, copied.stdout) == (0, original.stdout) and "workers_started" in copied.stdout
 
 
 def test_a_page_that_cannot_be_written_must_not_change_the_outcome(cli):
@@ -319,6 +327,59 @@ def test_the_time_until_a_job_was_resumed_must_not_count_as_work():
         ("starting", 50.0, 60.0),
         ("working", 60.0, 70.0),
     ]
+
+
+def test_what_happened_must_be_listed_with_checkpoints_that_were_saved_one_after_the_other():
+    events = [*FIRST[:3], CheckpointSaved(seconds=4.0), CheckpointSaved(seconds=6.0), NodeInTrouble("n", "paused")]
+    events += [FIRST[3], RestartDecided(True, "restart 1 of 3", 0.0, seconds=10.5), *SECOND]
+    events += [CheckpointSaved(seconds=13.0), JobEnded(Outcome.SUCCEEDED, "", seconds=22.0), JobResumed(seconds=50.0)]
+    assert [(moment.checkpoint, moment.times, moment.text) for moment in moments(events)] == [
+        (True, (4.0, 6.0), "2 checkpoints saved"),
+        (False, (0.0,), "n is paused; the job waits (to resume: docker unpause)"),
+        (False, (10.0,), "generation 0 failed: rank 1 failed"),
+        (False, (10.5,), "restarting all workers (restart 1 of 3)"),
+        (True, (13.0,), "1 checkpoint saved"),
+        (False, (50.0,), "the job was resumed"),
+    ]
+
+
+def run(found: Progress, working: float) -> Run:
+    """A job that started within 10 s, and has worked for some time."""
+    times = [Span("starting", 0.0, 10.0, 0), Span("working", 10.0, 10.0 + working, 0)]
+    return Run("job", {"duration_s": 0.0}, times, [], found, {}, "step", "", {}, "", False)
+
+
+def test_time_for_checkpoints_and_for_the_slowest_worker_must_not_count_as_running():
+    rows: list[dict[str, Any]] = [
+        {"step": 1},
+        {"step": 10, "rank_seconds": [0.5, 0.25, 0.0]},
+        {"step": 10, "save_seconds": 3.0},
+    ]
+    rows += [{"step": 20, "rank_seconds": [0.0, 0.0, 1.5]}, {"step": 20, "save_seconds": 4.0}]
+    found = run(progress(rows), 90.0)
+    assert found.times == [
+        ("running the script", pytest.approx(90.0 - 7.0 - 12.5)),
+        ("saving checkpoints", 7.0),
+        ("waiting for the slowest worker", pytest.approx(10 * 0.25 + 10 * 1.0)),
+        ("starting nodes and workers", 10.0),
+    ]
+    assert found.goodput == pytest.approx(70.5 / 100) and found.not_counted == "saving and waiting"
+
+
+@pytest.mark.parametrize("value", [1e9, -5.0, float("nan"), float("inf"), "1", True, None, [1e9]])
+def test_no_more_time_may_be_lost_than_there_was(value):
+    rows = [{"step": 1, "save_seconds": value, "rank_seconds": [value, 0.0]}, {"step": 2, "rank_seconds": value}]
+    found = run(progress(rows), 90.0)
+    assert sum(seconds for _, seconds in found.times) == pytest.approx(100.0)
+    assert all(seconds > 0 for _, seconds in found.times) and 0 <= found.goodput <= 1
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.04, "0.0 s"), (99.9, "99.9 s"), (100, "1 min 40 s"), (7261, "2 h 1 min"), (90_000, "1 d 1 h")],
+)
+def test_durations_on_pages_must_have_two_units_at_most(seconds, text):
+    assert duration(seconds) == text
 
 
 # --- curves

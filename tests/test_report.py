@@ -1,5 +1,6 @@
 """The report must contain what a user wants to know, from the data available."""
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -11,6 +12,7 @@ from support.plans import HERE, plan
 
 from orchestrate.files import folder
 from orchestrate.job import events
+from orchestrate.job.metrics import listed
 from orchestrate.job.outcomes import Cause, GenerationResult, JobResult, Outcome, Reason
 from orchestrate.job.report import line, phase, readable, report, text
 from orchestrate.job.spec import JobSpec
@@ -219,6 +221,19 @@ def test_a_worker_must_not_be_called_slow_after_a_few_steps_or_if_it_is_alone():
     alone = plan(JobSpec(trainers=0), HERE, "j", 29500)
     (found,) = report(alone, JobResult(Outcome.SUCCEEDED, ""), [], 0.0, [{"rank_seconds": [0.5]}] * 5, [])["pace"]
     assert (found["step_s"], found["others_s"]) == (0.5, 0.5)
+
+
+def test_the_report_must_be_json_without_nan():
+    rows = [{"loss": float("nan"), "parts": {"a": [1, float("nan")]}, "note": "x"}]
+    found = report(PLAN, JobResult(Outcome.SUCCEEDED, ""), [], 0.0, rows, [])
+    assert found["final_metrics"] == {"loss": "NaN", "parts": {"a": [1, "NaN"]}, "note": "x"}
+    assert listed(found["final_metrics"] | {"acc": 0.51234}) == ["loss NaN", "acc 0.5123"]
+    json.dumps(found, allow_nan=False)
+
+
+def test_the_versions_of_torch_must_be_those_of_the_last_generation():
+    ends = [dataclasses.replace(FAILED, versions=(version,)) for version in ("2.8.0", "2.9.1")]
+    assert report(PLAN, JobResult(Outcome.FAILED, "x"), ends, 0.0, [], [])["torch"] == ["2.9.1"]
 
 
 def test_the_keys_of_the_report_must_be_documented():

@@ -195,12 +195,20 @@ def test_a_browser_must_follow_a_job_to_its_report_and_compare_it(cli, nothing_l
         page.wait_for_selector("text=succeeded")  # the report
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
         assert page.locator("h2").all_inner_texts()[0] == "Metrics"
-        page.goto(address)
+        landmarks = [line.strip("- :") for line in page.locator("body").aria_snapshot().splitlines() if line[0] == "-"]
+        assert landmarks == ["banner", "main", "contentinfo"]
+        assert page.get_by_role("region").count() == page.locator("h2").count()
+        assert all(name for name in page.eval_on_selector_all("svg", "all => all.map(one => one.ariaLabel)"))
+        for link in page.eval_on_selector_all("a", "all => all.map(one => one.href)"):
+            assert page.request.get(link).ok, link
+        page.click("text=Jobs")
         for box in page.locator("input[type=checkbox]").all():
             box.check()
         page.click("text=Compare selected jobs")
         page.wait_for_selector("text=Settings")
         assert page.locator("mark").count() >= 1
+        page.locator("th a").first.click()
+        page.wait_for_selector("text=How to run it again")
         assert problems == []
     job.communicate(timeout=60)
     assert job.returncode == 0

@@ -212,9 +212,13 @@ def test_one_failed_sample_must_not_end_sampling(monkeypatch, start, error):
     assert node.use(0) and timers.waiting
 
 
-def test_an_open_gpu_and_a_loaded_torch_must_be_seen(monkeypatch, start, tmp_path):
-    device, library = tmp_path / "nvidia0", tmp_path / "libtorch_cpu.so"
+@pytest.mark.parametrize(("version", "known"), [("2.9.1+cu130", "2.9.1+cu130"), ("2.9\n1", ""), ("2" * 41, "")])
+def test_an_open_gpu_and_a_loaded_torch_must_be_seen(monkeypatch, start, tmp_path, version, known):
+    device, library = tmp_path / "nvidia0", tmp_path / "torch" / "lib" / "libtorch_cpu.so"
     device.touch()
+    library.parent.mkdir(parents=True)
+    (tmp_path / "torchvision-0.30.0.dist-info").touch()
+    (tmp_path / f"torch-{version}.dist-info").touch()
     library.write_bytes(b"x" * 4096)
     code = (
         "import mmap, sys\nfile, library = open(sys.argv[1]), open(sys.argv[2], 'r+b')\n"
@@ -226,4 +230,4 @@ def test_an_open_gpu_and_a_loaded_torch_must_be_seen(monkeypatch, start, tmp_pat
     node = Traffic(Timers(), lambda: {0: worker.pid})
     node.sample()
     use = node.use(0)
-    assert use and use.gpu and use.torch and use.exchanged == 0
+    assert use and use.gpu and use.torch and use.version == known and use.exchanged == 0

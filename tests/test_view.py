@@ -16,7 +16,7 @@ from rich.console import Console
 from support.plans import HERE, plan
 
 from orchestrate.job import events, store
-from orchestrate.job.outcomes import Activity
+from orchestrate.job.outcomes import Activity, Outcome
 from orchestrate.job.spec import JobSpec
 from orchestrate.view.folded import PlainScreen
 from orchestrate.view.live import LiveScreen
@@ -99,6 +99,29 @@ def test_metrics_of_the_script_must_be_shown():
     state.measure({"step": 7, "total_steps": 20, "loss": 0.5, "note": "x", "\x1b[2J": 1, "huge": 1 << 2000}, 5.0)
     lines = drawn(state, 6.0)
     assert "loss 0.5" in lines[0] and lines[1].startswith("step 7 of 20")
+
+
+def test_the_head_must_show_the_goodput_and_the_age_of_the_last_checkpoint():
+    state = view(1)
+    assert state.goodput(3.0) is None
+    for step in range(1, 11):
+        state.hear(0, parse(f"step {step}/40 loss 0.5"), 3.0 + step)
+    assert drawn(state, 13.0)[0].endswith("loss 0.5  goodput 77%")  # 10 of 13 seconds
+    state.event(events.CheckpointSaved(), 14.0, age=2.0)
+    state.event(ended := generation_ended(), 13.0)
+    assert ended.outcome == "failed" and state.goodput(20.0) == pytest.approx(10 / 20)
+    state.planned(plan(JobSpec(trainers=1), HERE, "digits-4f2a"))
+    state.event(events.WorkersStarted(), 20.0)
+    for step in range(6, 16):  # of these 20 steps, five are repeated ones
+        state.hear(0, parse(f"step {step}/40 loss 0.5"), 15.0 + step)
+    assert state.goodput(30.0) == pytest.approx(20 * 15 / 20 / 30)
+    assert "  checkpoint 18 s ago  goodput 50%" in drawn(state, 30.0)[0]
+    state.event(events.JobResumed(), 100.0)
+    assert state.goodput(101.0) is None and drawn(state, 101.0)[0].startswith("digits-4f2a  1 s")
+
+
+def generation_ended() -> events.GenerationEnded:
+    return events.GenerationEnded(generation=0, outcome=Outcome.FAILED, why="a worker failed")
 
 
 @pytest.mark.parametrize(

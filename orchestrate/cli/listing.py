@@ -18,9 +18,8 @@ from orchestrate.errors import UsageError
 from orchestrate.files import lock
 from orchestrate.files.lines import last
 from orchestrate.files.paths import METRICS, JobPaths
-from orchestrate.job import store
+from orchestrate.job import metrics, store
 from orchestrate.job.limits import format_bytes
-from orchestrate.job.metrics import PACE, fold
 
 TAIL = 64 << 10  # last bytes of metrics.jsonl that are read
 
@@ -70,7 +69,7 @@ def ended(runs: Path) -> Iterator[Listed]:
                 paths.root,
                 created_at(paths),
                 data["duration_s"],
-                data.get("final_metrics", {}),
+                metrics.shown(data.get("final_metrics")),
             )
 
 
@@ -91,8 +90,8 @@ def _metrics(paths: JobPaths) -> dict[str, Any]:
     """Return the last metrics that the script of a running job has written."""
     found: dict[str, Any] = {}
     with contextlib.suppress(OSError), paths.folder.open(METRICS) as file:
-        for row in fold(line for line in last(file, TAIL) if line):
-            found |= {name: value for name, value in row.items() if name != PACE}
+        for row in metrics.fold(line for line in last(file, TAIL) if line):
+            found |= metrics.shown(row)
     return found
 
 

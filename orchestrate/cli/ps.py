@@ -10,6 +10,7 @@ from orchestrate import console, errors
 from orchestrate.cli import listing
 from orchestrate.cli.listing import Listed
 from orchestrate.console import out
+from orchestrate.job.metrics import listed, strict
 
 HEAD = ("NAME", "ENGINE", "NODES", "STATE")
 MAX_METRICS = 3  # shown for a job
@@ -35,8 +36,7 @@ def _short(row: Listed) -> tuple[str, str, str, str]:
 
 
 def _long(row: Listed) -> tuple[str, ...]:
-    numbers = {name: value for name, value in row.metrics.items() if type(value) in (int, float)}
-    metrics = ", ".join(f"{name} {value:.4g}" for name, value in [*numbers.items()][-MAX_METRICS:])
+    metrics = ", ".join(listed(row.metrics)[-MAX_METRICS:])
     lasted = "" if row.seconds is None else listing.duration(row.seconds)
     return *_short(row), listing.ago(row.started) if row.started else "", lasted, metrics, str(row.run)
 
@@ -50,5 +50,5 @@ def _data(row: Listed) -> dict[str, Any]:
         "run_directory": str(row.run),
         "started": row.started,
         "duration_s": row.seconds,
-        "metrics": row.metrics,
+        "metrics": strict(row.metrics),
     }

@@ -144,7 +144,7 @@ class Site:
         name = paths.root.name
         if store.ended(paths):
             self.watches.pop(name, None)
-            return _report([paths])
+            return _report([paths], "../../")
         if name not in self.watches:
             self.watches[name] = Watch(paths)
         return self.watches[name].page()
@@ -152,7 +152,7 @@ class Site:
     def _compare(self, names: list[str]) -> str:
         if not names:
             raise UsageError("select jobs to compare")
-        return _report([self._paths(name) for name in dict.fromkeys(names)])
+        return _report([self._paths(name) for name in dict.fromkeys(names)], "./")
 
     def _file(self, paths: JobPaths, name: str) -> str:
         """Return a file that the supervisor has written, without secrets."""
@@ -178,11 +178,11 @@ class Site:
             raise UsageError("no such log") from None
 
 
-def _report(jobs: list[JobPaths]) -> str:
+def _report(jobs: list[JobPaths], home: str) -> str:
     from orchestrate.pages.page import page
     from orchestrate.pages.run import load
 
-    return page([load(paths) for paths in jobs])
+    return page([load(paths) for paths in jobs], [f"jobs/{paths.root.name}/" for paths in jobs], home)
 
 
 class Server(ThreadingHTTPServer):

@@ -331,7 +331,8 @@ def _use(state: protocol.Status, rank: int) -> Use | None:
 
 
 def _as_use(facts: dict[str, Any] | None) -> Use | None:
-    return Use(**{field.name: facts[field.name] for field in dataclasses.fields(Use)}) if facts else None
+    names = [field.name for field in dataclasses.fields(Use)]
+    return Use(**{name: facts[name] for name in names if name in facts}) if facts else None
 
 
 def key_of(run: Path) -> bytes:

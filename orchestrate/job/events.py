@@ -159,6 +159,11 @@ class WorkersStarted(Event):
 
 
 @dataclass(frozen=True)
+class CheckpointSaved(Event):
+    """The checkpoints folder has changed; several saves within a second or two count as one."""
+
+
+@dataclass(frozen=True)
 class WorkerEnded(Event):
     """A worker has ended, or is considered lost."""
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, TypeGuard
 
 from orchestrate.job.recorder import objects
 
@@ -13,7 +14,39 @@ MAX_LINE = 32 << 10  # bytes of a line, enough for a number from each of 1000 ra
 MAX_NUMBER, MAX_TEXT, NAMES = 1 << 63, 1000, 1000  # limits: numbers; characters of text; names, and items of a value
 MAX_DEPTH = 3  # levels of nested lists and mappings
 ROOM = 250_000  # numbers in all rows together
-PACE = "rank_seconds"  # name of a metric: for each rank, the seconds of its own work in a step
+# Names of metrics with a meaning of their own.
+PACE = "rank_seconds"  # for each rank, the seconds of its own work in a step
+SAVING = "save_seconds"  # the seconds for which the workers waited for a checkpoint to be saved
+SPECIAL = (PACE, SAVING)
+NAN = "NaN"
+
+
+def is_number(value: Any) -> TypeGuard[float]:
+    """Whether a value is a finite number."""
+    return type(value) in (int, float) and abs(value) < math.inf  # which excludes NaN as well
+
+
+def shown(values: Any) -> dict[str, Any]:
+    """Return the metrics that are shown to users: without the special ones; none if `values` are no metrics."""
+    return {name: value for name, value in values.items() if name not in SPECIAL} if isinstance(values, dict) else {}
+
+
+def listed(values: dict[str, Any]) -> list[str]:
+    """Return the numbers among some metrics as text, such as `loss 0.25`."""
+    return [
+        f"{name} {value if value == NAN else format(value, '.4g')}"
+        for name, value in values.items()
+        if value == NAN or type(value) in (int, float)
+    ]
+
+
+def strict(value: Any) -> Any:
+    """Return a plain value as JSON can hold it, which has no NaN: as the text `NaN`, as in Protocol Buffers."""
+    if isinstance(value, dict):
+        return {name: strict(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [strict(one) for one in value]
+    return NAN if value != value else value
 
 
 def measurements(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:

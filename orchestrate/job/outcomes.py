@@ -122,6 +122,7 @@ class Use:
     sampled: float  # seconds for which it was sampled
     gpu: bool  # whether it has opened a GPU
     torch: bool  # whether it has loaded torch
+    version: str = ""  # of torch, if known
 
 
 @dataclass(frozen=True)
@@ -179,6 +180,7 @@ class GenerationResult:
     lasted: float = 0.0  # seconds
     step: int = 0  # the step that the job had reached, according to its metrics
     exchanged: dict[int, int] = field(default_factory=dict)  # bytes exchanged with other workers, by rank, if known
+    versions: tuple[str, ...] = ()  # of torch that the workers have loaded, if known
     isolated: str = ""  # if the workers exchanged no data, how to change that
     progress: bool = False  # whether this generation got further than any before
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrate.job import events
-from orchestrate.job.metrics import NAMES, PACE, plain
+from orchestrate.job.metrics import NAMES, PACE, is_number, plain, strict
 from orchestrate.job.outcomes import JOB_OUTCOMES, GenerationResult, JobResult, Outcome
 from orchestrate.job.plan import Plan, pluralize
 
@@ -107,6 +107,7 @@ def report(
         "truncated": [key for key, is_complete in complete.items() if not is_complete],
         "pace": _pace(plan, metrics),
         "exchanged_bytes": [ended[-1].exchanged.get(rank) for rank in range(plan.world_size)] if ended else [],
+        "torch": [*ended[-1].versions] if ended else [],
         "isolated": ended[-1].isolated if ended else "",
     }
 
@@ -173,7 +174,7 @@ def _pace(plan: Plan, metrics: Iterable[dict[str, Any]]) -> list[dict[str, Any]]
     the time spent waiting for other ranks.
     """
     rows = [row for values in metrics if plain(row := values.get(PACE)) and isinstance(row, list)]
-    rows = [row for row in rows if len(row) == plan.world_size and all(type(value) in (int, float) for value in row)]
+    rows = [row for row in rows if len(row) == plan.world_size and all(map(is_number, row))]
     if len(rows) < MIN_ROWS:
         return []
     columns = [sorted(column) for column in zip(*rows)]
@@ -270,7 +271,8 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 def _final(metrics: Iterable[dict[str, Any]]) -> list[tuple[str, Any]]:
     """The last value of every metric, without values that are too large."""
-    return list({name: value for values in metrics for name, value in values.items() if plain(value)}.items())
+    last = {name: value for values in metrics for name, value in values.items() if plain(value)}
+    return [(name, strict(value)) for name, value in last.items()]
 
 
 def _fitting(values: list[Any], most: int = sys.maxsize) -> tuple[list[Any], bool]:

@@ -166,11 +166,14 @@ def keep_changes(spec: JobSpec, plan: Plan, paths: JobPaths) -> None:
 
 
 def history(paths: JobPaths) -> list[Event]:
-    """Return the events of a job so far; raises UsageError if they are damaged."""
+    """Return the events of a job so far, not verified if it is a copy, such as copied results, which may say anything.
+
+    Raises UsageError if they are damaged.
+    """
     record = records.find(paths.root)
     try:
         with folder.regular(paths.events) as file:
-            return recorder.read(file.read(), bytes.fromhex(record.events) if record else b"")[0]
+            return recorder.read(file.read(), bytes.fromhex(record.events) if record else None)[0]
     except FileNotFoundError:  # the job has just been created
         return []
     except (OSError, ValueError) as error:

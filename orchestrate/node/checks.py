@@ -55,6 +55,11 @@ def shown(text: str) -> str:
 # --- one value
 
 
+def version(value: Any) -> str:
+    """The version of a package (PEP 440), which may be unknown."""
+    return "" if isinstance(value, str) and re.fullmatch(r"[\w.+!-]{0,40}", value, re.ASCII) else " must be a version"
+
+
 def any_text(value: Any) -> str:
     """Any text, which is only displayed or decoded."""
     return "" if isinstance(value, str) else " must be text"

@@ -59,7 +59,8 @@ def _use(value: Any) -> str:
     if not isinstance(value, dict) or not {"exchanged", "connected", "sampled", "gpu", "torch"} <= value.keys():
         return " must be the use of a worker"
     times = checks.time(value["connected"]) or checks.time(value["sampled"])
-    return up_to(1 << 62)(value["exchanged"]) or times or checks.flag(value["gpu"]) or checks.flag(value["torch"])
+    flags = checks.flag(value["gpu"]) or checks.flag(value["torch"])
+    return up_to(1 << 62)(value["exchanged"]) or times or flags or checks.version(value.get("version", ""))
 
 
 Facts = Annotated[list[int], _facts]  # size, time of change in nanoseconds, inode, mode

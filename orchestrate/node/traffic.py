@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import socket
 import struct
 import time
@@ -29,6 +30,8 @@ SCAN_INTERVALS = 0.5, 5.0  # seconds between two scans of all processes, at firs
 MAX_FAILURES = 20  # failed samples, before any has succeeded, after which there are no more
 MAX_FILES = 16_384  # open files that are read for one sample
 MAX_MAPS = 4 << 20  # bytes of a process's memory map that are searched
+TORCH = re.compile(rb"(/[^\n]{0,4096})/torch/lib/libtorch_cpu\.")  # in a memory map, after its site-packages folder
+METADATA = re.compile(r"torch-([\w.+]{1,40})\.dist-info", re.ASCII)  # in that folder; its name has the version
 GPU_FILES = ("/dev/nvidia", "/dev/dxg")  # how the paths of GPU devices begin; the latter on WSL
 
 MAPPED = bytes(10) + b"\xff\xff"  # how an IPv4 address begins that a socket for both versions shows as an IPv6 one
@@ -53,6 +56,7 @@ class Use(NamedTuple):
     sampled: float  # seconds for which it was sampled
     gpu: bool  # whether a GPU device was open
     torch: bool  # whether torch's library was loaded
+    version: str  # of torch; empty if unknown
 
 
 class _Worker:
@@ -65,6 +69,7 @@ class _Worker:
         self.bytes: dict[int, int] = {}  # by inode, of connections that exist
         self.closed = 0  # bytes of connections that have ended
         self.gpu = self.torch = False
+        self.version = ""
 
 
 class Timers(Protocol):
@@ -106,7 +111,8 @@ class Traffic:
         if worker is None:
             return None
         exchanged, sampled = worker.closed + sum(worker.bytes.values()), worker.last - worker.first
-        return Use(exchanged, round(worker.connected, 3), round(sampled, 3), worker.gpu, worker.torch)
+        times = round(worker.connected, 3), round(sampled, 3)
+        return Use(exchanged, *times, worker.gpu, worker.torch, worker.version)
 
     def sample(self) -> None:
         """Look at all workers now; raises OSError or ValueError if the kernel does not report connections."""
@@ -185,7 +191,17 @@ class Traffic:
                             worker.gpu = True
                 if libraries and not worker.torch:
                     with open(f"/proc/{pid}/maps", "rb") as file:
-                        worker.torch = b"/libtorch_cpu." in file.read(MAX_MAPS)
+                        found = file.read(MAX_MAPS)
+                    worker.torch, worker.version = b"/libtorch_cpu." in found, _version(found)
+
+
+def _version(maps: bytes) -> str:
+    """The version of torch in a process's memory map; empty if it has none, or was not installed as a package."""
+    match = TORCH.search(maps)
+    with contextlib.suppress(OSError):
+        names = map(METADATA.fullmatch, os.listdir(os.fsdecode(match[1]))) if match else ()
+        return next((name[1] for name in names if name), "")
+    return ""
 
 
 def _families(workers: dict[int, int]) -> dict[int, list[int]]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
+
+from orchestrate.job.metrics import PACE, SAVING, is_number
 
 MAX_CURVES = 12
 MAX_VALUES = 200_000  # of each metric; then every second one is dropped
@@ -30,6 +32,9 @@ class Progress:
     latest: int = 0  # steps since the last of these
     first: float = 0.0  # step
     last: float | None = None  # step
+    saving: float = 0.0  # seconds
+    waiting: float = 0.0  # seconds that a worker waited for the slowest one, as a mean over the workers
+    paced: int = 0  # steps done when `rank_seconds` was last reported
 
     def add(self, values: dict[str, Any]) -> None:
         """Take a line of metrics.jsonl; only plain numbers count."""
@@ -43,11 +48,21 @@ class Progress:
         if at >= self.last:
             steps = int(at - self.last)
             self.done, self.latest, self.last = self.done + steps, self.latest + steps, at
+        self._lose(values)
         for name, value in values.items():
-            if name in ("step", "total_steps") or not _number(value) or not 0 < len(name) <= MAX_NAME:
+            if name in ("step", "total_steps", SAVING) or not _number(value) or not 0 < len(name) <= MAX_NAME:
                 continue
             if name in self.curves or len(self.curves) < MAX_CURVES:
                 _append(self.curves.setdefault(name, []), (at, float(value)))
+
+    def _lose(self, values: dict[str, Any]) -> None:
+        """Add the time that was spent on saving, and on waiting for the slowest worker."""
+        saving, pace = values.get(SAVING), values.get(PACE)
+        if _number(saving) and saving > 0:
+            self.saving += saving
+        if isinstance(pace, list) and pace and all(map(_number, pace)):
+            self.waiting += max(0, self.done - self.paced) * (max(pace) - sum(pace) / len(pace))
+            self.paced = self.done
 
     def _go_back(self, at: float) -> None:
         """Forget what was done from a step on, which the job repeats after a restart."""
@@ -95,8 +110,8 @@ def thinned(curve: Curve) -> Curve:
     return [point for points in ends for point in sorted(points)]
 
 
-def _number(value: Any) -> bool:
-    return type(value) in (int, float) and abs(value) < LARGEST  # excludes NaN as well
+def _number(value: Any) -> TypeGuard[float]:
+    return is_number(value) and abs(value) < LARGEST
 
 
 def _place(name: str) -> int:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
+import urllib.parse
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from orchestrate import __version__
 from orchestrate.errors import OrchestrateError
 from orchestrate.files.folder import write_whole
 from orchestrate.files.paths import JobPaths
+from orchestrate.job.metrics import NAN, shown
 from orchestrate.pages import charts
 from orchestrate.pages.run import Run, load
 
@@ -38,7 +41,8 @@ def write(jobs: Sequence[JobPaths], path: Path, report: dict[str, Any] | None = 
     Raises OrchestrateError if that fails.
     """
     try:
-        write_whole(path, page([load(paths, report) for paths in jobs]))
+        links = [urllib.parse.quote(os.path.relpath(paths.page, path.parent)) for paths in jobs]
+        write_whole(path, page([load(paths, report) for paths in jobs], links))
     except OrchestrateError:
         raise
     except Exception as error:  # what jobs write may surprise any library
@@ -46,13 +50,18 @@ def write(jobs: Sequence[JobPaths], path: Path, report: dict[str, Any] | None = 
         raise OrchestrateError(f"cannot write {path}: {error}") from None
 
 
-def page(runs: Sequence[Run]) -> str:
-    """Return a page about one job, or about the differences of several, as HTML."""
+def page(runs: Sequence[Run], links: Sequence[str], home: str = "") -> str:
+    """Return a page about one job, or about the differences of several, as HTML.
+
+    `links` are the addresses of the jobs' own pages, and `home` is that of the list of jobs, if a server has one.
+    """
     axis = " or ".join(dict.fromkeys(run.axis for run in runs if run.curves))
     template = TEMPLATES.get_template("one.html" if len(runs) == 1 else "several.html")
     text = template.render(
         run=runs[0],
         runs=runs,
+        links=links,
+        home=home,
         version=__version__,
         max_failures=MAX_FAILURES,
         charts={name: charts.lines(curves, axis) for name, curves in _curves(runs).items()},
@@ -73,7 +82,9 @@ def _curves(runs: Sequence[Run]) -> dict[str, dict[str, Any]]:
 
 
 def _finals(run: Run) -> dict[str, Any]:
-    return {name: value for name, value in run.report["final_metrics"].items() if name != "rank_seconds"}
+    """Return the last values of a job's metrics without text, which says what a line is about."""
+    found = shown(run.report["final_metrics"])
+    return {name: value for name, value in found.items() if type(value) is not str or value == NAN}
 
 
 def _differing(each: Sequence[dict[str, str]]) -> list[tuple[str, list[str], bool]]:
@@ -95,4 +106,7 @@ def duration(seconds: float) -> str:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days} d {hours} h"
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"

@@ -12,7 +12,6 @@ from typing import Any
 import yaml
 
 from orchestrate.errors import UsageError
-from orchestrate.files import records
 from orchestrate.files.lines import Lines, last
 from orchestrate.files.paths import METRICS, JobPaths, log
 from orchestrate.job import store
@@ -22,7 +21,7 @@ from orchestrate.job.plan import Plan, pluralize
 from orchestrate.job.redact import Mask, redacted
 from orchestrate.job.spec import FIELDS, JobSpec
 from orchestrate.pages.curves import Curve, Progress, progress
-from orchestrate.pages.spans import ENDING, RESTARTING, STARTING, STOPPED, WORKING, Span, spans
+from orchestrate.pages.spans import ENDING, RESTARTING, STARTING, STOPPED, WORKING, Moment, Span, moments, spans
 from orchestrate.view.progress import MAX_LINE, Reader
 
 FEW = 10  # points in metrics.jsonl; of curves with fewer, the log may have more
@@ -42,6 +41,7 @@ class Run:
     name: str
     report: dict[str, Any]  # the content of report.json
     spans: list[Span]
+    moments: list[Moment]
     progress: Progress
     curves: dict[str, Curve]  # metrics to draw, by name
     axis: str  # what they are drawn over
@@ -61,7 +61,9 @@ class Run:
         lost = {text: sum(span.seconds for span in self.spans if span.kind == kind) for kind, text in LOST.items()}
         steps = pluralize(self.progress.repeated, "step")
         found = [
-            ("running the script", self._working - self._again),
+            ("running the script", self._useful),
+            ("saving checkpoints", self._saving),
+            ("waiting for the slowest worker", self._waiting),
             (f"repeating {steps} after restarts", self._again),
             *lost.items(),
         ]
@@ -77,6 +79,25 @@ class Run:
         return self._working * self.progress.repeated / max(1, self.progress.done)
 
     @property
+    def _saving(self) -> float:
+        return min(self.progress.saving, self._working - self._again)
+
+    @property
+    def _waiting(self) -> float:
+        return min(self.progress.waiting, self._working - self._again - self._saving)
+
+    @property
+    def _useful(self) -> float:
+        return self._working - self._again - self._saving - self._waiting
+
+    @property
+    def not_counted(self) -> str:
+        """Return what happened while the script ran that does not count as goodput."""
+        parts = [("repeated steps", self._again), ("saving", self._saving), ("waiting", self._waiting)]
+        *first, last = [text for text, seconds in parts if seconds > 0] or [""]
+        return " and ".join([*([", ".join(first)] if first else []), last])
+
+    @property
     def survived(self) -> list[dict[str, Any]]:
         """The failures after which the job went on."""
         failures: list[dict[str, Any]] = self.report["failures"]
@@ -84,8 +105,11 @@ class Run:
 
     @property
     def goodput(self) -> float:
-        """The share of the time in which the script ran, without steps that were repeated: 0 to 1."""
-        return (self._working - self._again) / self.seconds if self.seconds else 0.0
+        """The share of the time in which the script ran, without steps that were repeated, saving and waiting.
+
+        From 0 to 1.
+        """
+        return self._useful / self.seconds if self.seconds else 0.0
 
     @property
     def exchanged(self) -> str:
@@ -117,12 +141,13 @@ def load(paths: JobPaths, report: dict[str, Any] | None = None) -> Run:
         raise UsageError(f"{paths.root.name} has not ended", f"python -m orchestrate attach {paths.root.name}")
     mask = spec.mask()
     found, curves, axis = curves_of(paths, spec, int(data["generations"]))
-    verified = store.history(paths) if records.find(paths.root) else []  # a copied job has no key for its events
+    history = store.history(paths)
     command = shlex.join(map(mask, plan.command))
     return Run(
         name=paths.root.name,
         report=data,
-        spans=spans(verified),
+        spans=spans(history),
+        moments=moments(history),
         progress=found,
         curves=curves,
         axis=axis,

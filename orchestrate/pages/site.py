@@ -12,6 +12,7 @@ from markupsafe import Markup
 
 from orchestrate import __version__
 from orchestrate.job.limits import format_bytes
+from orchestrate.job.metrics import listed
 from orchestrate.pages import charts
 from orchestrate.pages.curves import Curve
 from orchestrate.pages.page import TEMPLATES, UNPRINTABLE, duration
@@ -90,8 +91,7 @@ def live(
 
 def metrics(values: Mapping[str, Any]) -> str:
     """Return the first numbers of some metrics as text."""
-    numbers = {name: value for name, value in values.items() if type(value) in (int, float) and name != TOTAL}
-    return ", ".join(f"{name} {value:.4g}" for name, value in [*numbers.items()][:SHOWN_METRICS])
+    return ", ".join(listed({name: value for name, value in values.items() if name != TOTAL})[:SHOWN_METRICS])
 
 
 def _page(template: str, **values: Any) -> str:

@@ -1,13 +1,14 @@
-"""What a job spent its time on. Pure."""
+"""What a job spent its time on, and what happened when. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from orchestrate.job import events
+from orchestrate.job import events, report
 from orchestrate.job.events import Event
 from orchestrate.job.outcomes import Outcome
+from orchestrate.job.plan import pluralize
 
 STARTING, WORKING, RESTARTING, ENDING, STOPPED = "starting", "working", "restarting", "ending", "stopped"
 
@@ -26,6 +27,33 @@ class Span:
     def seconds(self) -> float:
         """Its duration."""
         return self.end - self.begin
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Something that happened, or checkpoints that were saved one after the other."""
+
+    checkpoint: bool
+    times: tuple[float, ...]  # seconds since the job's start
+    text: str
+
+
+def moments(found: Iterable[Event]) -> list[Moment]:
+    """Return when checkpoints were saved, and what disturbed a job or changed its course."""
+    done: list[Moment] = []
+    for event in found:
+        match event:
+            case events.CheckpointSaved():
+                before = done.pop().times if done and done[-1].checkpoint else ()
+                times = (*before, event.seconds)
+                done.append(Moment(True, times, f"{pluralize(len(times), 'checkpoint')} saved"))
+            case events.JobResumed():
+                done.append(Moment(False, (event.seconds,), "the job was resumed"))
+            case events.NodesStarting() | events.NodesUp() | events.GenerationStarting() | events.CodeCopied():
+                pass
+            case _ if text := report.line(event):
+                done.append(Moment(False, (event.seconds,), text.partition("\n")[0]))
+    return done
 
 
 def spans(found: Iterable[Event]) -> list[Span]:

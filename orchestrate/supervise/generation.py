@@ -15,6 +15,7 @@ from orchestrate.supervise.diagnosis import PEER_FAILURE_WINDOW, TIMEOUT, diagno
 from orchestrate.supervise.nodes import Nodes
 from orchestrate.supervise.policy import CRASH_LOOP_SECONDS
 from orchestrate.supervise.running import ENGINE_TIMEOUT, Running
+from orchestrate.supervise.saves import Saves
 from orchestrate.supervise.world import WorldCheck
 
 BY_USER, BY_MAX_RUN = "stopped by the user", "max_run was reached"
@@ -53,7 +54,7 @@ class Generation:
         self.killing = float("inf")  # when workers that are still running are killed
         self.killed_late = False  # whether that has happened: one of them may be the worker that held up the others
         self.started = time.monotonic()  # start of this generation; later, of its first worker
-        self.saved = self.files.saved()
+        self.saves = Saves(job)
         self.hang_detector = _HangDetector(self) if self.spec.hang_after else None
         self.world = WorldCheck(job, plan)
         self.watched = 0.0  # when what the workers are doing was last shown
@@ -174,6 +175,7 @@ class Generation:
             self.watched = time.monotonic()
             if self.job.watch.wanted:
                 self.job.watch.take(self.job.session.activity())
+        self.saves.step()
         self._check_troubles(seen.troubles)
         if self.why or self.hung:
             return
@@ -324,11 +326,12 @@ class Generation:
 
     def _result(self, outcome: Outcome, why: str, cause: Cause | None = None) -> GenerationResult:
         lasted = time.monotonic() - self.started
-        step, saved = self.files.step(), self.files.saved()
+        self.saves.end()
+        step = self.files.step()
         if step or self.furthest:
             progress = step > self.furthest
-        elif saved:
-            progress = saved != self.saved
+        elif self.saves.last:
+            progress = self.saves.any
         else:
             progress = lasted > CRASH_LOOP_SECONDS  # the script writes neither metrics nor checkpoints
         return GenerationResult(
@@ -338,6 +341,7 @@ class Generation:
             cause=cause,
             lasted=round(lasted, 3),
             step=step,
+            versions=self.world.versions(),
             exchanged={rank: use.exchanged for rank, use in sorted(self.world.uses.items())},
             isolated="" if cause else self.world.advice(),
             progress=progress,

@@ -80,7 +80,8 @@ class Stored(Stores):
         """Copy the report and the other files of the run directory next to the output; raises OrchestrateError."""
         if self.spec.output:
             store, paths, hide = open_store(self.spec.output), self.paths, self.spec.mask()
-            for path in filter(Path.exists, (paths.report, paths.page, paths.events, paths.spec, paths.plan)):
+            files = (paths.report, paths.page, paths.events, paths.spec, paths.plan, paths.patch)
+            for path in filter(Path.exists, files):
                 text = hide(path.read_bytes().decode(errors="surrogateescape"))  # job.yaml has the command as it is
                 store.put(f"{paths.root.name}/{RECORD}/{path.name}", text.encode(errors="surrogateescape"))
 

@@ -84,6 +84,10 @@ class WorldCheck:
         if idle and events.GpusUnused not in past:
             self.job.emit(events.GpusUnused(tuple(idle)))
 
+    def versions(self) -> tuple[str, ...]:
+        """Return the versions of torch that the workers have loaded, as far as is known: usually one."""
+        return tuple(sorted({use.version for use in self.uses.values() if use.version}))
+
     def advice(self) -> str:
         """If the workers that have ended exchanged no data, how to change that; otherwise empty."""
         return self.hint if self._isolated(self.uses) else ""

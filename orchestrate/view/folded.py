@@ -44,8 +44,9 @@ class Folded(Screen):
 
     def event(self, event: Event) -> None:
         """Take an event."""
+        age = max(0.0, time.time() - event.time) if event.time else 0.0
         with self.lock:
-            self.view.event(event, time.monotonic())
+            self.view.event(event, time.monotonic(), age)
 
     def heard(self, rank: int, found: Progress | None) -> None:
         """Take a line that a worker has written: what it says about its progress."""

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from orchestrate.job.limits import format_bytes
+from orchestrate.job.metrics import listed
 from orchestrate.view.state import IDLE, SHOWN_METRICS, Rank, View, clock, seconds_left, worst_first
 
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -43,8 +44,12 @@ def _head(view: View, now: float, width: int) -> Text:
         text.append(f"  generation {view.generation}", style="yellow")
     if view.phase:
         text.append(f"  {view.phase} ({clock(now - view.phase_began)})", style="cyan")
-    for name, value in [*view.lead.progress.metrics.items()][:SHOWN_METRICS]:
-        text.append(f"  {name} {value:.4g}")
+    for metric in listed(view.lead.progress.metrics)[:SHOWN_METRICS]:
+        text.append(f"  {metric}")
+    if view.saved is not None:
+        text.append(f"  checkpoint {clock(now - view.saved)} ago", style="green")
+    if (goodput := view.goodput(now)) is not None:
+        text.append(f"  goodput {100 * goodput:.0f}%", style="dim")
     text.truncate(width, overflow="ellipsis")
     return text
 
@@ -73,9 +78,7 @@ def _table(ranks: Sequence[Rank], now: float, width: int) -> Table:
     for rank in ranks:
         step = rank.progress.step
         pace = rank.progress.step_seconds or rank.pace
-        metrics = [f"{name} {value:.4g}" for name, value in rank.progress.metrics.items()][
-            : SHOWN_METRICS if wide else 1
-        ]
+        metrics = listed(rank.progress.metrics)[: SHOWN_METRICS if wide else 1]
         idle = rank.idle(now)
         cells = [
             Text(f"{rank.number:>3} {rank.node}"),

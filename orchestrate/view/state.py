@@ -10,7 +10,7 @@ from typing import Any
 
 from orchestrate.job import events, report
 from orchestrate.job.events import Event
-from orchestrate.job.metrics import MAX_NUMBER
+from orchestrate.job.metrics import MAX_NUMBER, listed, shown
 from orchestrate.job.outcomes import Activity
 from orchestrate.job.plan import Plan
 from orchestrate.view.progress import Progress
@@ -74,6 +74,42 @@ class Rank:
         )
 
 
+class Work:
+    """The time in which the script ran, and the steps that it took."""
+
+    def __init__(self) -> None:
+        self.before = 0.0  # seconds, in earlier generations
+        self.began: float | None = None  # when the workers of this one started, while they run
+        self.last: int | None = None  # step
+        self.done, self.repeated = 0, 0  # steps
+        self.restarted = False  # whether a step may be one that was done before
+
+    def start(self, now: float) -> None:
+        """All workers have started."""
+        self.began, self.restarted = now, self.last is not None
+
+    def stop(self, now: float) -> None:
+        """All workers have ended."""
+        self.before += now - self.began if self.began is not None else 0.0
+        self.began = None
+
+    def reach(self, step: int) -> None:
+        """Take the step that the job has reached; after a restart, the first one may be earlier than the last."""
+        if self.last is None:
+            self.last = step - 1
+        if self.restarted and step <= self.last:
+            self.repeated += self.last - step + 1
+            self.last = step - 1
+        self.restarted = False
+        self.done += max(0, step - self.last)
+        self.last = max(step, self.last)
+
+    def seconds(self, now: float) -> float:
+        """Return the time, without the part in which steps were repeated: as large as their part of all steps."""
+        working = self.before + (now - self.began if self.began is not None else 0.0)
+        return working * (1 - self.repeated / max(1, self.done, self.repeated))
+
+
 class View:
     """A job and its workers."""
 
@@ -84,6 +120,8 @@ class View:
         self.generation = 0
         self.events: deque[tuple[float, str]] = deque(maxlen=EVENTS)  # seconds of the job, and what happened
         self.ranks: dict[int, Rank] = {}
+        self.saved: float | None = None  # when the last checkpoint was saved
+        self.work = Work()
         self.planned(plan)
 
     def planned(self, plan: Plan) -> None:
@@ -96,12 +134,19 @@ class View:
         if phase != self.phase:
             self.phase, self.phase_began = phase, now
 
-    def event(self, event: Event, now: float) -> None:
-        """Take an event."""
+    def event(self, event: Event, now: float, age: float = 0.0) -> None:
+        """Take an event of `age` seconds ago."""
         if text := report.line(event):
             self.events.append((event.seconds, text.partition("\n")[0]))
         match event:
+            case events.JobResumed():
+                self.began, self.work = now - age, Work()
+            case events.CheckpointSaved():
+                self.saved = now - age
+            case events.GenerationEnded():
+                self.work.stop(now - age)
             case events.WorkersStarted():
+                self.work.start(now - age)
                 for rank in self.ranks.values():
                     rank.state, rank.heard = "running", now
             case events.WorkersStopping():
@@ -119,6 +164,8 @@ class View:
         before = rank.stepped[0]
         rank.hear(found, now)
         if rank.stepped[0] != before:
+            if rank is self.lead:
+                self.work.reach(rank.stepped[0])
             for other in self.ranks.values():
                 other.heard = now
 
@@ -139,13 +186,18 @@ class View:
         """Take a line of metrics.jsonl."""
         numbers = {
             name: float(value)
-            for name, value in values.items()
+            for name, value in shown(values).items()
             if type(value) in (int, float) and abs(value) < MAX_NUMBER and NAME.fullmatch(name)
         }
         step, total = (int(numbers.pop(name)) if name in numbers else None for name in ("step", "total_steps"))
         if 0 in self.ranks and (step is not None or numbers):
             found = Progress(step=step, total=total or self.ranks[0].progress.total, metrics=numbers)
             self.hear(0, found, now)
+
+    def goodput(self, now: float) -> float | None:
+        """Return the share of the time in which the script ran, without steps that were repeated; None if unknown."""
+        seconds = self.work.seconds(now)
+        return seconds / (now - self.began) if seconds and now > self.began else None
 
     @property
     def lead(self) -> Rank:
@@ -182,7 +234,7 @@ def status(view: View) -> str:
         if (left := seconds_left(lead)) is not None:
             parts.append(f"{clock(left)} left")
     metrics = lead.progress.metrics or (view.ranks[0].progress.metrics if 0 in view.ranks else {})
-    return ", ".join([*parts, *(f"{name} {value:.4g}" for name, value in [*metrics.items()][:SHOWN_METRICS])])
+    return ", ".join([*parts, *listed(metrics)[:SHOWN_METRICS]])
 
 
 def clock(seconds: float) -> str:

@@ -72,7 +72,7 @@ class Job:
 
     def __init__(self, folder, monkeypatch) -> None:
         self.clock = Clock()
-        for module in ("running", "nodes", "generation", "world"):
+        for module in ("running", "nodes", "generation", "world", "saves"):
             monkeypatch.setattr(f"orchestrate.supervise.{module}.time", self.clock)
         monkeypatch.setattr("orchestrate.job.recorder.time", self.clock)
         self.paths = JobPaths(folder / "run")
