@@ -337,7 +337,8 @@ class Trainer:
                 raise SystemExit(f"error: the loss is {value} at step {step}\nhint: try a lower --lr")
             job.record(kind="step", epoch=epoch, step=step, loss=value)
         if losses:
-            job.record(kind="pace", step=losses[-1][1], rank_seconds=seconds)
+            total = self.args.epochs * self.samples.order.steps
+            job.record(kind="pace", step=losses[-1][1], total_steps=total, rank_seconds=seconds)
         losses.clear()
         return asking > 0
 

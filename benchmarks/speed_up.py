@@ -25,7 +25,9 @@ def run(workers: int, core: int | None = None, *more: str) -> tuple[float, list[
         )
         (path,) = Path(folder).glob("*/metrics.jsonl")
         records = [json.loads(text) for text in path.read_text().splitlines()]
-    return records[-1]["seconds"], [record["loss"] for record in records if record["kind"] == "step"]
+    return [record["seconds"] for record in records if record["kind"] == "epoch"][-1], [
+        record["loss"] for record in records if record["kind"] == "step"
+    ]
 
 
 def measure(runs: int) -> dict[str, Any]:

@@ -55,7 +55,7 @@ def test_ps_must_list_jobs_that_have_ended_on_request(do, jobs):
     rows = {line.split()[0]: re.split("  +", line) for line in lines[1:]}
     assert [*rows] == ["running-1", "new-1", "dirty-1", "old-1"]
     assert rows["new-1"] == ["new-1", "docker", "0", "failed", "2 h ago", "90 s", str(jobs / "new-1")]
-    old = ["old-1", "docker", "0", "succeeded", "40 d ago", "90 s", "step 9, loss 0.1235", str(jobs / "old-1")]
+    old = ["old-1", "docker", "0", "succeeded", "40 d ago", "90 s", "loss 0.1235, step 9", str(jobs / "old-1")]
     assert rows["old-1"] == old
 
 

@@ -394,9 +394,9 @@ def test_repeated_steps_must_replace_those_before_the_restart():
 
 
 def test_a_metric_that_was_not_written_again_must_end_where_the_job_did():
-    rows = [{"step": step, "loss": 1.0, "test": 2.0} for step in (5, 6, 7, 8)]
+    rows = [{"step": step, "loss": 1.0, "test": step / 2} for step in (5, 6, 7, 8)]
     found = progress([*rows, {"step": 7, "loss": 3.0}, {"step": 7, "accuracy": 0.5}], generations=2)
-    assert found.drawn() == {"loss": [(5, 1), (6, 1), (7, 3)], "test": [(5, 2), (6, 2)]}
+    assert found.drawn() == {"loss": [(5, 1), (6, 1), (7, 3)], "test": [(5, 2.5), (6, 3)]}
     assert (found.done, found.repeated, found.latest) == (5, 2, 1)  # the job began with a checkpoint of step 4
 
 
@@ -430,8 +430,8 @@ def test_only_numbers_may_become_curves():
     assert len(progress([{f"m{number}": 1 for number in range(100)}]).curves) == MAX_CURVES
 
 
-def test_loss_and_accuracy_must_come_first():
-    rows = [{"a": 1, "val_acc": 1, "train_loss": 1, "zz": 1}] * 2
+def test_loss_and_accuracy_must_come_first_and_other_constants_must_not_be_drawn():
+    rows = [{"a": step, "val_acc": 1, "train_loss": 1, "samples": 12_000, "zz": -step} for step in range(2)]
     assert [*progress(rows).drawn()] == ["train_loss", "val_acc", "a", "zz"]
 
 

@@ -197,7 +197,7 @@ def test_a_system_that_does_not_report_connections_must_leave_use_unknown(monkey
     assert node.use(0) is None and not timers.waiting
 
 
-@pytest.mark.parametrize("error", [TimeoutError(), struct.error()])
+@pytest.mark.parametrize("error", [TimeoutError(), struct.error(), TypeError()])
 def test_one_failed_sample_must_not_end_sampling(monkeypatch, start, error):
     def fail():
         raise error

@@ -53,7 +53,7 @@ def test_a_line_must_show_the_state_of_each_worker():
     state.event(events.RestartDecided(True, "restart 1 of 3", 0.0, seconds=19.5), 19.0)
     state.enter("starting 3 nodes", 18.0)
     lines = drawn(state, 20.0)
-    assert lines[0].startswith(f"{state.job_id}  20 s  starting 3 nodes (2 s)  loss 0.25")
+    assert lines[0].startswith(f"{state.job_id}  20 s  starting 3 nodes (2 s)  goodput 85%  loss 0.25")
     assert lines[1].startswith("step 14 of 270 ") and lines[1].endswith("5%  1:02 left")
     assert re.split("  +", lines[2].strip()) == [
         *("0 master", "running", "step 14", "████", "2 s/step", "1.0 cores", "256 MiB", "loss 0.25"),
@@ -106,7 +106,7 @@ def test_the_head_must_show_the_goodput_and_the_age_of_the_last_checkpoint():
     assert state.goodput(3.0) is None
     for step in range(1, 11):
         state.hear(0, parse(f"step {step}/40 loss 0.5"), 3.0 + step)
-    assert drawn(state, 13.0)[0].endswith("loss 0.5  goodput 77%")  # 10 of 13 seconds
+    assert drawn(state, 13.0)[0].endswith("  goodput 77%  loss 0.5")  # 10 of 13 seconds
     state.event(events.CheckpointSaved(), 14.0, age=2.0)
     state.event(ended := generation_ended(), 13.0)
     assert ended.outcome == "failed" and state.goodput(20.0) == pytest.approx(10 / 20)
@@ -122,6 +122,17 @@ def test_the_head_must_show_the_goodput_and_the_age_of_the_last_checkpoint():
 
 def generation_ended() -> events.GenerationEnded:
     return events.GenerationEnded(generation=0, outcome=Outcome.FAILED, why="a worker failed")
+
+
+@pytest.mark.parametrize("width", [80, 100, 110, 200])
+def test_long_metrics_must_not_shorten_the_other_columns(width):
+    state = view(1)
+    for step in range(1, 40):
+        state.hear(0, parse(f"step {step} loss 0.123456 val_loss 0.98765 val_acc 0.55555 lr 0.0001"), 3.0 + step)
+    state.activity({0: Activity("R", 1.0, 500 << 20)}, 43.0)
+    first = drawn(state, 43.0, width)[-3]
+    assert first.startswith("  0 master     running  step 39  "), first
+    assert "1 s/step" in first and "loss 0.1235" in first and ("500 MiB" in first) == (width >= 100), first
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,9 @@ ROOM = 250_000  # numbers in all rows together
 # Names of metrics with a meaning of their own.
 PACE = "rank_seconds"  # for each rank, the seconds of its own work in a step
 SAVING = "save_seconds"  # the seconds for which the workers waited for a checkpoint to be saved
-SPECIAL = (PACE, SAVING)
+TOTAL = "total_steps"  # the steps of the whole job
+SPECIAL = (PACE, SAVING, TOTAL)
+FIRST = ("loss", "acc")  # what is shown first is the metric whose name contains these
 NAN = "NaN"
 
 
@@ -27,21 +29,26 @@ def is_number(value: Any) -> TypeGuard[float]:
 
 
 def shown(values: Any) -> dict[str, Any]:
-    """Return the metrics that are shown to users: without the special ones; none if `values` are no metrics."""
+    """The metrics that are shown to users: all but the special ones; none if `values` are no metrics."""
     return {name: value for name, value in values.items() if name not in SPECIAL} if isinstance(values, dict) else {}
 
 
+def place(name: str) -> int:
+    """The importance of a metric: 0 for a loss, 1 for an accuracy, 2 for others."""
+    return next((place for place, part in enumerate(FIRST) if part in name.lower()), len(FIRST))
+
+
 def listed(values: dict[str, Any]) -> list[str]:
-    """Return the numbers among some metrics as text, such as `loss 0.25`."""
+    """The numbers among some metrics as text, such as `loss 0.25`, the most important ones first."""
     return [
         f"{name} {value if value == NAN else format(value, '.4g')}"
-        for name, value in values.items()
+        for name, value in sorted(values.items(), key=lambda item: place(item[0]))
         if value == NAN or type(value) in (int, float)
     ]
 
 
 def strict(value: Any) -> Any:
-    """Return a plain value as JSON can hold it, which has no NaN: as the text `NaN`, as in Protocol Buffers."""
+    """A plain value as JSON can hold it: NaN becomes the text `NaN`, as in Protocol Buffers."""
     if isinstance(value, dict):
         return {name: strict(one) for name, one in value.items()}
     if isinstance(value, list):

@@ -7,14 +7,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
-from orchestrate.job.metrics import PACE, SAVING, is_number
+from orchestrate.job.metrics import FIRST, PACE, SAVING, SPECIAL, is_number, place
 
 MAX_CURVES = 12
 MAX_VALUES = 200_000  # of each metric; then every second one is dropped
 BUCKETS = 250  # parts of a curve, of each of which the lowest and highest value are drawn
 LARGEST = 1e15  # numbers from here on are not drawn
 MAX_NAME = 60  # characters
-FIRST = ("loss", "acc")  # what comes first is the metric whose name contains these
 
 Curve = list[tuple[float, float]]  # steps and values
 
@@ -50,7 +49,7 @@ class Progress:
             self.done, self.latest, self.last = self.done + steps, self.latest + steps, at
         self._lose(values)
         for name, value in values.items():
-            if name in ("step", "total_steps", SAVING) or not _number(value) or not 0 < len(name) <= MAX_NAME:
+            if name in ("step", *SPECIAL) or not _number(value) or not 0 < len(name) <= MAX_NAME:
                 continue
             if name in self.curves or len(self.curves) < MAX_CURVES:
                 _append(self.curves.setdefault(name, []), (at, float(value)))
@@ -74,12 +73,18 @@ class Progress:
                 curve.pop()
 
     def drawn(self, hide: Callable[[str], str] = str) -> dict[str, Curve]:
-        """Return the curves to draw: loss and accuracy first, with few points each, and none with a single one.
+        """Return the curves to draw: loss and accuracy first, with few points each.
+
+        A single point is not drawn, nor is a constant that is neither a loss nor an accuracy.
 
         `hide` removes secrets from their names.
         """
-        names = sorted(self.curves, key=lambda name: (_place(name), name))
-        return {hide(name): thinned(self.curves[name]) for name in names if len(self.curves[name]) > 1}
+        names = sorted(self.curves, key=lambda name: (place(name), name))
+        return {hide(name): thinned(self.curves[name]) for name in names if self._worth_drawing(name)}
+
+    def _worth_drawing(self, name: str) -> bool:
+        curve = self.curves[name]
+        return len(curve) > 1 and (place(name) < len(FIRST) or len({value for _, value in curve}) > 1)
 
 
 def progress(rows: Iterable[dict[str, Any]], generations: int = 1) -> Progress:
@@ -112,7 +117,3 @@ def thinned(curve: Curve) -> Curve:
 
 def _number(value: Any) -> TypeGuard[float]:
     return is_number(value) and abs(value) < LARGEST
-
-
-def _place(name: str) -> int:
-    return next((place for place, part in enumerate(FIRST) if part in name.lower()), len(FIRST))

@@ -12,13 +12,12 @@ from markupsafe import Markup
 
 from orchestrate import __version__
 from orchestrate.job.limits import format_bytes
-from orchestrate.job.metrics import listed
+from orchestrate.job.metrics import listed, shown
 from orchestrate.pages import charts
 from orchestrate.pages.curves import Curve
 from orchestrate.pages.page import TEMPLATES, UNPRINTABLE, duration
 from orchestrate.view.state import SHOWN_METRICS, View, status, worst_first
 
-TOTAL = "total_steps"
 MAX_RANKS = 64  # rows of the table of workers
 # Replaces the content by that of the same address, every two seconds while the page is visible, except under the
 # user's hands; `main` has an id, so that the reports of jobs, which have none, are loaded as a whole.
@@ -91,7 +90,7 @@ def live(
 
 def metrics(values: Mapping[str, Any]) -> str:
     """Return the first numbers of some metrics as text."""
-    return ", ".join(listed({name: value for name, value in values.items() if name != TOTAL})[:SHOWN_METRICS])
+    return ", ".join(listed(shown(values))[:SHOWN_METRICS])
 
 
 def _page(template: str, **values: Any) -> str:

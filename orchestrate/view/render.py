@@ -15,8 +15,9 @@ from orchestrate.view.state import IDLE, SHOWN_METRICS, Rank, View, clock, secon
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 MIN_ROWS = 2  # ranks that are shown on the smallest terminal
-NARROW, WIDE = 60, 100  # columns of the terminal
+NARROW, MEDIUM, WIDE = 60, 80, 100  # columns of the terminal
 SPARK = 12  # characters of a sparkline
+GAP = 2  # columns between two parts of a line
 STYLES = {"failed": "bold red", "stopping": "yellow", "running": "green", "succeeded": "green", "waiting": "dim"}
 
 
@@ -44,12 +45,12 @@ def _head(view: View, now: float, width: int) -> Text:
         text.append(f"  generation {view.generation}", style="yellow")
     if view.phase:
         text.append(f"  {view.phase} ({clock(now - view.phase_began)})", style="cyan")
+    if view.saved is not None and width >= MEDIUM:
+        text.append(f"  checkpoint {clock(now - view.saved)} ago", style="green")
+    if (goodput := view.goodput(now)) is not None and width >= MEDIUM:
+        text.append(f"  goodput {100 * goodput:.0f}%", style="dim")
     for metric in listed(view.lead.progress.metrics)[:SHOWN_METRICS]:
         text.append(f"  {metric}")
-    if view.saved is not None:
-        text.append(f"  checkpoint {clock(now - view.saved)} ago", style="green")
-    if (goodput := view.goodput(now)) is not None:
-        text.append(f"  goodput {100 * goodput:.0f}%", style="dim")
     text.truncate(width, overflow="ellipsis")
     return text
 
@@ -70,11 +71,8 @@ def _bar(view: View, width: int) -> RenderableType | None:
 
 
 def _table(ranks: Sequence[Rank], now: float, width: int) -> Table:
-    table = Table.grid(padding=(0, 2))
-    wide = width >= WIDE
+    wide, rows = width >= WIDE, []
     columns = range(8) if wide else (0, 1, 2, 4, 5, 7) if width >= NARROW else (0, 1, 2)
-    for _ in columns:
-        table.add_column(no_wrap=True, overflow="ellipsis")
     for rank in ranks:
         step = rank.progress.step
         pace = rank.progress.step_seconds or rank.pace
@@ -90,7 +88,15 @@ def _table(ranks: Sequence[Rank], now: float, width: int) -> Table:
             Text(format_bytes(rank.memory) if rank.memory else ""),
             Text(f"idle {clock(idle)}", style="bold yellow") if idle > IDLE else Text("  ".join(metrics)),
         ]
-        table.add_row(*(cells[index] for index in columns))
+        rows.append([cells[index] for index in columns])
+    table = Table.grid(padding=(0, GAP))
+    left = width
+    for column in zip(*rows):  # the last one, with metrics, gets what is left
+        size = min(max(cell.cell_len for cell in column), max(0, left))
+        table.add_column(width=size, no_wrap=True, overflow="ellipsis")
+        left -= size + GAP
+    for row in rows:
+        table.add_row(*row)
     return table
 
 

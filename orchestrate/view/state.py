@@ -10,7 +10,7 @@ from typing import Any
 
 from orchestrate.job import events, report
 from orchestrate.job.events import Event
-from orchestrate.job.metrics import MAX_NUMBER, listed, shown
+from orchestrate.job.metrics import MAX_NUMBER, TOTAL, is_number, listed, shown
 from orchestrate.job.outcomes import Activity
 from orchestrate.job.plan import Plan
 from orchestrate.view.progress import Progress
@@ -184,12 +184,9 @@ class View:
 
     def measure(self, values: Mapping[str, Any], now: float) -> None:
         """Take a line of metrics.jsonl."""
-        numbers = {
-            name: float(value)
-            for name, value in shown(values).items()
-            if type(value) in (int, float) and abs(value) < MAX_NUMBER and NAME.fullmatch(name)
-        }
-        step, total = (int(numbers.pop(name)) if name in numbers else None for name in ("step", "total_steps"))
+        known = {name: float(value) for name, value in values.items() if is_number(value) and abs(value) < MAX_NUMBER}
+        step, total = (int(known[name]) if name in known else None for name in ("step", TOTAL))
+        numbers = {name: value for name, value in shown(known).items() if name != "step" and NAME.fullmatch(name)}
         if 0 in self.ranks and (step is not None or numbers):
             found = Progress(step=step, total=total or self.ranks[0].progress.total, metrics=numbers)
             self.hear(0, found, now)
