@@ -58,13 +58,14 @@ def test_a_failure_must_be_noticed_without_the_event_stream(cli, proxy, nothing_
 
 @pytest.fixture
 def own_engine(docker_engine, monkeypatch):
-    """A function that starts an engine with a small image: the nodes' image without torch."""
+    """A function that starts an engine with a small image: the nodes' image without torch, compilers and documents."""
     engines: list[Engine] = []
 
     def make(live_restore: bool) -> Engine:
         engine = Engine(*["--live-restore"] * live_restore)
         engines.append(engine)
-        nothing = ("proc", "sys", "dev", "job", "opt/venv/lib/python*/site-packages")
+        nothing = ("proc", "sys", "dev", "job", "opt/venv/lib/python*/site-packages", "var/cache", "usr/share")
+        nothing += ("usr/lib/gcc", "usr/include")
         leave_out = [f"--exclude=./{path}" for path in nothing]
         pack = ["docker", "run", "--rm", "--user", "0", "--entrypoint", "tar", "orchestrate-node:0.1", "-C", "/", "-c"]
         path = "ENV PATH=/opt/venv/bin:/usr/local/bin:/usr/bin:/bin"
