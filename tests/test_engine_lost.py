@@ -64,8 +64,10 @@ def own_engine(docker_engine, monkeypatch):
     def make(live_restore: bool) -> Engine:
         engine = Engine(*["--live-restore"] * live_restore)
         engines.append(engine)
-        nothing = ("proc", "sys", "dev", "job", "opt/venv/lib/python*/site-packages", "var/cache", "usr/share")
-        nothing += ("usr/lib/gcc", "usr/include")
+        nothing = [
+            *("proc", "sys", "dev", "job", "opt/venv/lib/python*/site-packages", "var/cache"),
+            *("usr/share", "usr/lib/gcc", "usr/include"),
+        ]
         leave_out = [f"--exclude=./{path}" for path in nothing]
         pack = ["docker", "run", "--rm", "--user", "0", "--entrypoint", "tar", "orchestrate-node:0.1", "-C", "/", "-c"]
         path = "ENV PATH=/opt/venv/bin:/usr/local/bin:/usr/bin:/bin"

@@ -1,10 +1,14 @@
 """Metrics must be kept as far as a report needs them, whatever the job writes."""
 
 import json
+import math
+from typing import Any
 
 import pytest
 
 from orchestrate.job import metrics
+from orchestrate.job.metrics import listed, place, shown, strict
+from orchestrate.job.steps import Steps
 
 
 def kept(*lines: object) -> list[dict]:
@@ -65,3 +69,54 @@ def test_only_the_last_metrics_and_pace_records_that_fit_must_be_kept(monkeypatc
         {"rank_seconds": [number, 0]} for number in (6, 7, 8)
     ]
     assert kept({"x" * 1001: 1}) == []
+
+
+def test_metrics_that_a_copied_report_contains_must_be_shown_as_far_as_they_are_metrics():
+    deep: Any = 1
+    for _ in range(5000):
+        deep = [deep]
+    found = {"loss": math.nan, "grad": -math.inf, "big": 10**400, "deep": deep, "rank_seconds": [1], "note": "x"}
+    assert listed(shown(found | {"x" * 2000: 1, "acc": 0.5})) == ["loss NaN", "acc 0.5", "grad -Infinity"]
+    assert strict(shown(found)) == {"loss": "NaN", "grad": "-Infinity", "note": "x"}
+    assert shown(None) == shown([1]) == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "importance"),
+    [
+        ("loss", 0),
+        ("train_loss", 0),
+        ("eval/loss", 0),
+        ("test_accuracy", 1),
+        ("acc1", 1),
+        ("gloss", 2),
+        ("replaced", 2),
+    ],
+)
+def test_losses_and_accuracies_must_be_the_most_important_metrics(name, importance):
+    assert place(name) == importance
+
+
+def test_time_that_steps_took_again_must_not_be_lost_twice():
+    found = Steps(generations=2)
+    for _ in range(2):
+        for step in range(1, 101):
+            found.take({"step": step, "rank_seconds": [0.8, 0.0]})
+    assert (found.done, found.repeated) == (200, 100)
+    assert found.divided(200.0) == pytest.approx({"steps": 60.0, "saving": 0.0, "waiting": 40.0, "repeated": 100.0})
+
+
+def test_lines_without_a_step_must_not_count_as_steps_if_others_have_one():
+    found = Steps()
+    for step in range(1, 11):
+        found.take({"step": step})
+        found.take({"loss": 0.5})
+    assert found.done == 10
+
+
+def test_no_more_steps_may_be_repeated_than_there_were_if_they_are_fractions():
+    found = Steps(generations=2)
+    for _ in range(2):
+        for step in range(1, 100):
+            found.take({"step": step / 10})
+    assert found.divided(200.0)["repeated"] == 200.0

@@ -1,6 +1,7 @@
 """Checkpoints that workers save must be noted while the job runs, once each, when they are complete."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from support.scripted import ALL_WELL, Job
@@ -9,6 +10,7 @@ from orchestrate.engines.base import Observed
 from orchestrate.engines.recording import RecordingEngine
 from orchestrate.job.spec import JobSpec
 from orchestrate.supervise import saves
+from orchestrate.supervise.job_files import JobFiles
 
 SPEC = JobSpec(trainers=2, grace=0.01, hang_after=0.0)
 
@@ -36,32 +38,55 @@ def playing(job: Job, *actions: Callable[[], object]) -> RecordingEngine:
     return engine
 
 
-def test_a_checkpoint_must_be_noted_once_when_it_no_longer_changes(job):
-    def save(name: str) -> Callable[[], object]:
-        return lambda: job.paths.checkpoints.joinpath(name).write_text("x")
+def save(job: Job, name: str) -> Callable[[], object]:
+    return lambda: job.paths.checkpoints.joinpath(name).write_text(str(job.clock.now))
 
-    engine = playing(job, save("step-1"), save("step-2.part"), lambda: None, lambda: None, save("step-3"), lambda: None)
+
+def nothing() -> None:
+    pass
+
+
+@pytest.fixture(autouse=True)
+def times(monkeypatch):
+    """Changes of files have the time of the job's clock, because several are made at once."""
+    monkeypatch.setattr(JobFiles, "saved", lambda files: tuple(sorted(contents(files.paths.checkpoints).items())))
+
+
+def contents(folder: Path) -> dict[str, int]:
+    return {path.name: int(float(path.read_text() or 0)) for path in folder.iterdir()}
+
+
+def test_files_that_are_written_one_after_the_other_must_be_one_checkpoint(job):
+    first, second = (save(job, name) for name in ("model", "optimizer"))
+    engine = playing(job, first, second, *[nothing] * 3, save(job, "other"), *[nothing] * 3)
     assert job.run(engine, SPEC).outcome == "succeeded"
     assert job.names().count("checkpoint_saved") == 2
 
 
+def test_a_file_that_always_changes_must_be_noted_from_time_to_time(job):
+    assert job.run(playing(job, *[save(job, "latest")] * 20), SPEC).outcome == "succeeded"
+    assert 2 <= job.names().count("checkpoint_saved") <= 4  # in 30 s, and at the end
+
+
 def test_the_last_checkpoint_must_be_noted_before_the_generation_ends(job):
-    engine = playing(job, lambda: job.paths.checkpoints.joinpath("step-1").touch())
-    assert job.run(engine, SPEC).outcome == "succeeded"
+    assert job.run(playing(job, save(job, "step-1")), SPEC).outcome == "succeeded"
     names = job.names()
     assert names.index("checkpoint_saved") == names.index("generation_ended") - 1
 
 
 def test_checkpoints_of_earlier_generations_and_their_removal_must_not_be_noted(job):
-    job.paths.checkpoints.joinpath("step-1").touch()
-    engine = playing(job, lambda: None, lambda: job.paths.checkpoints.joinpath("step-1").unlink(), lambda: None)
+    for name in ("step-1", "step-2"):
+        save(job, name)()
+    engine = playing(job, nothing, job.paths.checkpoints.joinpath("step-1").unlink, *[nothing] * 4)
     assert job.run(engine, SPEC).outcome == "succeeded"
     assert "checkpoint_saved" not in job.names()
 
 
-def test_a_script_that_always_saves_must_not_fill_the_events(job, monkeypatch):
-    monkeypatch.setattr(saves, "MAX_EVENTS", 2)
-    paths = [job.paths.checkpoints / f"step-{step}" for step in range(4)]
-    actions = [action for path in paths for action in (path.touch, lambda: None)]
+def test_a_script_that_saves_often_must_not_fill_the_events_and_its_last_one_must_be_known(job, monkeypatch):
+    monkeypatch.setattr(saves, "SPACING", 10)
+    actions = [action for step in range(100) for action in (save(job, f"step-{step}"), nothing, nothing)]
     assert job.run(playing(job, *actions), SPEC).outcome == "succeeded"
-    assert job.names().count("checkpoint_saved") == 2
+    found = job.when("checkpoint_saved")
+    assert 10 < len(found) < 60 and found[-1] > 440
+    gaps = [later - sooner for sooner, later in zip(found, found[1:])]
+    assert max(gaps) < 60 and sorted(gaps)[-5:] > sorted(gaps)[:5]

@@ -1,8 +1,11 @@
 """Pages about jobs: one file each, with what happened, without trust in what the job wrote."""
 
+import dataclasses
 import json
+import os
 import re
 import shutil
+from collections.abc import Sequence
 from html.parser import HTMLParser
 from typing import Any
 
@@ -27,9 +30,9 @@ from orchestrate.job.events import (
 from orchestrate.job.outcomes import Cause, Outcome, Reason
 from orchestrate.pages import charts
 from orchestrate.pages.curves import BUCKETS, MAX_CURVES, Progress, progress, thinned
-from orchestrate.pages.page import duration
+from orchestrate.pages.page import drawn, duration
 from orchestrate.pages.run import Run
-from orchestrate.pages.spans import Span, moments, spans
+from orchestrate.pages.spans import Moment, Span, moments, spans
 from orchestrate.supervise import launch
 from orchestrate.supervise.job_files import JobFiles
 from orchestrate.supervise.stores import Stores
@@ -259,6 +262,25 @@ def test_a_copied_job_must_have_the_same_page_and_events(cli, restarted):
     assert (copied.returncode, copied.stdout) == (0, original.stdout) and "workers_started" in copied.stdout
 
 
+@pytest.mark.parametrize("damage", ["many", "wrong", "large"])
+def test_a_copied_job_must_have_a_page_whatever_its_events_and_its_report_are(cli, restarted, damage):
+    there = cli.folder / "copied" / cli.run_dir().name
+    shutil.copytree(cli.run_dir(), there, ignore=shutil.ignore_patterns("sockets"))
+    events = there / "events.jsonl"
+    if damage == "many":  # which once took quadratic time
+        events.write_text("".join(f'{{"event": "checkpoint_saved", "seconds": {at}}}\n' for at in range(50_000)))
+    elif damage == "wrong":
+        events.write_text('{"event": "workers_started", "seconds": NaN}\n')
+    else:
+        os.truncate(events, 1 << 40)
+    report = json.loads((there / "report.json").read_text())
+    (there / "report.json").write_text(json.dumps(report | {"torch": ["<b>", 5, "2.9.1"]}))
+    done = cli("report", f"copied/{there.name}")
+    assert done.returncode == 0, done.stderr
+    text = Page((there / "report.html").read_text()).text
+    assert "torch 5 and 2.9.1" in text and ("50000 checkpoints saved" in text) == (damage == "many")
+
+
 def test_a_page_that_cannot_be_written_must_not_change_the_outcome(cli):
     (cli.folder / "writes.py").write_text(
         "import os\nos.makedirs(os.path.dirname(os.environ['JOB_DIR']) + '/report.html/full')\n"
@@ -333,20 +355,28 @@ def test_what_happened_must_be_listed_with_checkpoints_that_were_saved_one_after
     events = [*FIRST[:3], CheckpointSaved(seconds=4.0), CheckpointSaved(seconds=6.0), NodeInTrouble("n", "paused")]
     events += [FIRST[3], RestartDecided(True, "restart 1 of 3", 0.0, seconds=10.5), *SECOND]
     events += [CheckpointSaved(seconds=13.0), JobEnded(Outcome.SUCCEEDED, "", seconds=22.0), JobResumed(seconds=50.0)]
-    assert [(moment.checkpoint, moment.times, moment.text) for moment in moments(events)] == [
-        (True, (4.0, 6.0), "2 checkpoints saved"),
-        (False, (0.0,), "n is paused; the job waits (to resume: docker unpause)"),
-        (False, (10.0,), "generation 0 failed: rank 1 failed"),
-        (False, (10.5,), "restarting all workers (restart 1 of 3)"),
-        (True, (13.0,), "1 checkpoint saved"),
-        (False, (50.0,), "the job was resumed"),
+    assert moments(events) == [
+        Moment("checkpoint", (4.0, 6.0), "2 checkpoints saved"),
+        Moment("trouble", (0.0,), "n is paused; the job waits (to resume: docker unpause)"),
+        Moment("trouble", (10.0,), "generation 0 failed: rank 1 failed"),
+        Moment("other", (10.5,), "restarting all workers (restart 1 of 3)"),
+        Moment("checkpoint", (13.0,), "1 checkpoint saved"),
+        Moment("other", (50.0,), "the job was resumed"),
     ]
 
 
-def run(found: Progress, working: float) -> Run:
+def test_marks_must_be_on_the_bar_and_few():
+    happened = [Moment("checkpoint", tuple(step / 1000 for step in range(100_000)), "")]
+    happened += [Moment("trouble", (25.0, 1e9, -5.0), "x"), Moment("other", (50.0,), "y")]
+    found = run(progress([]), 90.0, happened).marks
+    assert len(found) == 1001 + 3 and all(0 <= percent <= 100 for percent, _, _ in found)
+    assert [mark[:2] for mark in found if mark[2].kind != "checkpoint"] == [(25.0, 25.0), (100.0, 1e9), (0.0, -5.0)]
+
+
+def run(found: Progress, working: float, happened: Sequence[Moment] = ()) -> Run:
     """A job that started within 10 s, and has worked for some time."""
     times = [Span("starting", 0.0, 10.0, 0), Span("working", 10.0, 10.0 + working, 0)]
-    return Run("job", {"duration_s": 0.0}, times, [], found, {}, "step", "", {}, "", False)
+    return Run("job", {"duration_s": 0.0}, times, [*happened], found, {}, "step", "", {}, "", False)
 
 
 def test_time_for_checkpoints_and_for_the_slowest_worker_must_not_count_as_running():
@@ -432,7 +462,11 @@ def test_only_numbers_may_become_curves():
 
 def test_loss_and_accuracy_must_come_first_and_other_constants_must_not_be_drawn():
     rows = [{"a": step, "val_acc": 1, "train_loss": 1, "samples": 12_000, "zz": -step} for step in range(2)]
-    assert [*progress(rows).drawn()] == ["train_loss", "val_acc", "a", "zz"]
+    found = progress(rows)
+    one = dataclasses.replace(run(found, 1.0), curves=found.drawn())
+    assert [*drawn([one])] == ["train_loss", "val_acc", "a", "zz"]
+    other = dataclasses.replace(one, name="other", curves={"samples": [(0, 2.0), (1, 2.0)]})
+    assert drawn([one, other])["samples"] == {"job": [(1, 12_000), (2, 12_000)], "other": [(0, 2.0), (1, 2.0)]}
 
 
 def test_a_long_curve_must_keep_its_extremes():

@@ -212,13 +212,18 @@ def test_one_failed_sample_must_not_end_sampling(monkeypatch, start, error):
     assert node.use(0) and timers.waiting
 
 
-@pytest.mark.parametrize(("version", "known"), [("2.9.1+cu130", "2.9.1+cu130"), ("2.9\n1", ""), ("2" * 41, "")])
-def test_an_open_gpu_and_a_loaded_torch_must_be_seen(monkeypatch, start, tmp_path, version, known):
-    device, library = tmp_path / "nvidia0", tmp_path / "torch" / "lib" / "libtorch_cpu.so"
+@pytest.mark.parametrize(
+    ("versions", "known"),
+    [(["2.9.1+cu130"], "2.9.1+cu130"), (["2.9\n1"], ""), (["2" * 41], ""), (["2.9.1", "2.9.0"], ""), ([], "")],
+)
+def test_an_open_gpu_and_a_loaded_torch_must_be_seen(monkeypatch, start, tmp_path, versions, known):
+    packages = tmp_path / "site-packages"
+    device, library = tmp_path / "nvidia0", packages / "torch" / "lib" / "libtorch_cpu.so"
     device.touch()
     library.parent.mkdir(parents=True)
-    (tmp_path / "torchvision-0.30.0.dist-info").touch()
-    (tmp_path / f"torch-{version}.dist-info").touch()
+    (packages / "torchvision-0.30.0.dist-info").touch()
+    for name in versions:
+        (packages / f"torch-{name}.dist-info").touch()
     library.write_bytes(b"x" * 4096)
     code = (
         "import mmap, sys\nfile, library = open(sys.argv[1]), open(sys.argv[2], 'r+b')\n"

@@ -101,23 +101,59 @@ def test_metrics_of_the_script_must_be_shown():
     assert "loss 0.5" in lines[0] and lines[1].startswith("step 7 of 20")
 
 
+def steps(state: View, first: int, last: int) -> None:
+    for step in range(first, last + 1):
+        state.work.steps.take({"step": step})
+
+
 def test_the_head_must_show_the_goodput_and_the_age_of_the_last_checkpoint():
     state = view(1)
     assert state.goodput(3.0) is None
-    for step in range(1, 11):
-        state.hear(0, parse(f"step {step}/40 loss 0.5"), 3.0 + step)
-    assert drawn(state, 13.0)[0].endswith("  goodput 77%  loss 0.5")  # 10 of 13 seconds
+    steps(state, 1, 10)
+    assert state.goodput(13.0) == pytest.approx(10 / 13)
+    assert drawn(state, 13.0)[0] == "digits-4f2a  13 s  goodput 77%"
     state.event(events.CheckpointSaved(), 14.0, age=2.0)
-    state.event(ended := generation_ended(), 13.0)
-    assert ended.outcome == "failed" and state.goodput(20.0) == pytest.approx(10 / 20)
+    state.event(generation_ended(), 13.0)
+    assert state.goodput(20.0) == pytest.approx(10 / 20)
     state.planned(plan(JobSpec(trainers=1), HERE, "digits-4f2a"))
     state.event(events.WorkersStarted(), 20.0)
-    for step in range(6, 16):  # of these 20 steps, five are repeated ones
-        state.hear(0, parse(f"step {step}/40 loss 0.5"), 15.0 + step)
+    steps(state, 6, 15)  # of these 20 steps, five are repeated ones
     assert state.goodput(30.0) == pytest.approx(20 * 15 / 20 / 30)
     assert "  checkpoint 18 s ago  goodput 50%" in drawn(state, 30.0)[0]
     state.event(events.JobResumed(), 100.0)
-    assert state.goodput(101.0) is None and drawn(state, 101.0)[0].startswith("digits-4f2a  1 s")
+    assert state.goodput(101.0) is None and drawn(state, 101.0)[0].startswith("digits-4f2a  1:41")
+
+
+def test_steps_of_bars_must_not_count_as_repeated():
+    state = view(1)
+    for start in (3.0, 10.0):
+        state.event(events.WorkersStarted(), start)
+        for step in [*range(10), *range(10)]:
+            state.hear(0, parse(TQDM.format(step)), start + step / 2)
+    assert state.goodput(20.0) == pytest.approx(17 / 20)
+
+
+def test_a_loss_that_is_no_longer_a_number_must_be_shown():
+    state = view(1)
+    state.measure({"step": 1, "loss": 2.5}, 4.0)
+    state.measure({"step": 2, "loss": float("nan"), "grad": float("inf")}, 5.0)
+    assert drawn(state, 6.0)[0].endswith("  loss NaN  grad Infinity")
+
+
+def test_names_in_the_output_must_not_reach_the_terminal_as_control_characters():
+    state = view(1)
+    state.hear(0, parse(r"{'\x1b\x5b2Jloss': 0.5, 'acc': 0.25}"), 4.0)
+    assert drawn(state, 5.0)[0].endswith("acc 0.25") and "\x1b" not in "".join(drawn(state, 5.0))
+
+
+@pytest.mark.parametrize("width", [60, 64, 80, 100, 200])
+@pytest.mark.parametrize("node", ["trainer-1", "a-very-long-name-of-a-node"])
+def test_an_idle_worker_must_be_seen_on_any_terminal(width, node):
+    state = view(1)
+    state.ranks[1].node = node
+    for step in range(1, 40):
+        state.hear(0, parse(f"step {step} loss 0.123456 val_loss 0.98765"), 3.0 + step)
+    assert any("running" in line and line.endswith("  idle 58 s") for line in drawn(state, 100.0, width))
 
 
 def generation_ended() -> events.GenerationEnded:
@@ -132,7 +168,7 @@ def test_long_metrics_must_not_shorten_the_other_columns(width):
     state.activity({0: Activity("R", 1.0, 500 << 20)}, 43.0)
     first = drawn(state, 43.0, width)[-3]
     assert first.startswith("  0 master     running  step 39  "), first
-    assert "1 s/step" in first and "loss 0.1235" in first and ("500 MiB" in first) == (width >= 100), first
+    assert "1 s/step" in first and "loss 0.1235" in first and "500 MiB" in first, first
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ from typing import Any
 
 from orchestrate import errors
 from orchestrate.cli import commands
-from orchestrate.console import out
+from orchestrate.console import out, print_message
+from orchestrate.files import records
 from orchestrate.job import events, report, store
 from orchestrate.job.events import Event
 
@@ -21,6 +22,8 @@ LEFT_OUT = ("time", "seconds", "version", "states", "use", "known", "exchanged",
 def show_events(args: argparse.Namespace) -> int:
     """Print the events of a job, one per line; with `--follow`, until it ends."""
     paths, shown = commands.paths_of(args), 0
+    if not records.find(paths.root):
+        print_message(f"warning: {args.shown / paths.root.name} is a copy, whose events may have been changed")
     with commands.watching(paths.root.name):
         for _ in commands.rounds(args, paths):
             found = store.history(paths)

@@ -160,7 +160,7 @@ class WorkersStarted(Event):
 
 @dataclass(frozen=True)
 class CheckpointSaved(Event):
-    """The checkpoints folder has changed; several saves within a second or two count as one."""
+    """The checkpoints folder has new or changed entries; what changes within two seconds counts as one checkpoint."""
 
 
 @dataclass(frozen=True)

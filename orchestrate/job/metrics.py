@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeGuard
@@ -20,40 +21,44 @@ SAVING = "save_seconds"  # the seconds for which the workers waited for a checkp
 TOTAL = "total_steps"  # the steps of the whole job
 SPECIAL = (PACE, SAVING, TOTAL)
 FIRST = ("loss", "acc")  # what is shown first is the metric whose name contains these
-NAN = "NaN"
+NOT_FINITE = ("NaN", "Infinity", "-Infinity")
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    """Whether a value is a finite number."""
-    return type(value) in (int, float) and abs(value) < math.inf  # which excludes NaN as well
+    """Whether a value is a finite number of a reasonable size."""
+    return type(value) in (int, float) and abs(value) < MAX_NUMBER  # which excludes NaN as well
 
 
 def shown(values: Any) -> dict[str, Any]:
-    """The metrics that are shown to users: all but the special ones; none if `values` are no metrics."""
-    return {name: value for name, value in values.items() if name not in SPECIAL} if isinstance(values, dict) else {}
+    """The metrics that are shown to users: all but the special ones, as far as `values` are metrics at all."""
+    found = values.items() if isinstance(values, dict) else ()
+    return {name: value for name, value in found if name not in SPECIAL and plain(name) and plain(value)}
 
 
 def place(name: str) -> int:
     """The importance of a metric: 0 for a loss, 1 for an accuracy, 2 for others."""
-    return next((place for place, part in enumerate(FIRST) if part in name.lower()), len(FIRST))
+    words = re.split(r"[\W_]+", name.lower())  # of `train_loss` or `eval/accuracy`
+    return next((at for at, first in enumerate(FIRST) if any(word.startswith(first) for word in words)), len(FIRST))
 
 
 def listed(values: dict[str, Any]) -> list[str]:
     """The numbers among some metrics as text, such as `loss 0.25`, the most important ones first."""
     return [
-        f"{name} {value if value == NAN else format(value, '.4g')}"
-        for name, value in sorted(values.items(), key=lambda item: place(item[0]))
-        if value == NAN or type(value) in (int, float)
+        f"{name} {value if value in NOT_FINITE else format(value, '.4g')}"
+        for name, value in sorted(strict(values).items(), key=lambda item: place(item[0]))
+        if type(value) in (int, float) or value in NOT_FINITE
     ]
 
 
 def strict(value: Any) -> Any:
-    """A plain value as JSON can hold it: NaN becomes the text `NaN`, as in Protocol Buffers."""
+    """A plain value as JSON can hold it: other numbers become the text that Protocol Buffers use for them."""
     if isinstance(value, dict):
         return {name: strict(one) for name, one in value.items()}
     if isinstance(value, list):
         return [strict(one) for one in value]
-    return NAN if value != value else value
+    if not isinstance(value, float) or math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
 def measurements(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
@@ -99,6 +104,6 @@ def plain(value: Any) -> bool:
         elif isinstance(value, str):
             if len(value) > MAX_TEXT:
                 return False
-        elif value is not None and abs(value) >= MAX_NUMBER:
+        elif value is not None and abs(value) >= MAX_NUMBER and value not in (math.inf, -math.inf):
             return False
     return True

@@ -172,8 +172,10 @@ def history(paths: JobPaths) -> list[Event]:
     """
     record = records.find(paths.root)
     try:
+        if not record:
+            return recorder.read(content(paths.events).encode(), None)[0]
         with folder.regular(paths.events) as file:
-            return recorder.read(file.read(), bytes.fromhex(record.events) if record else None)[0]
+            return recorder.read(file.read(), bytes.fromhex(record.events))[0]
     except FileNotFoundError:  # the job has just been created
         return []
     except (OSError, ValueError) as error:

@@ -7,6 +7,7 @@ user and in every container. A connection belongs to the worker whose process ha
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 import socket
@@ -30,8 +31,9 @@ SCAN_INTERVALS = 0.5, 5.0  # seconds between two scans of all processes, at firs
 MAX_FAILURES = 20  # failed samples, before any has succeeded, after which there are no more
 MAX_FILES = 16_384  # open files that are read for one sample
 MAX_MAPS = 4 << 20  # bytes of a process's memory map that are searched
-TORCH = re.compile(rb"(/[^\n]{0,4096})/torch/lib/libtorch_cpu\.")  # in a memory map, after its site-packages folder
+TORCH = b"/torch/lib/libtorch_cpu."  # in a memory map, after the folder of packages
 METADATA = re.compile(r"torch-([\w.+]{1,40})\.dist-info", re.ASCII)  # in that folder; its name has the version
+MAX_PACKAGES = 10_000  # entries of that folder that are read
 GPU_FILES = ("/dev/nvidia", "/dev/dxg")  # how the paths of GPU devices begin; the latter on WSL
 
 MAPPED = bytes(10) + b"\xff\xff"  # how an IPv4 address begins that a socket for both versions shows as an IPv6 one
@@ -197,10 +199,17 @@ class Traffic:
 
 def _version(maps: bytes) -> str:
     """The version of torch in a process's memory map; empty if it has none, or was not installed as a package."""
-    match = TORCH.search(maps)
-    with contextlib.suppress(OSError):
-        names = map(METADATA.fullmatch, os.listdir(os.fsdecode(match[1]))) if match else ()
-        return next((name[1] for name in names if name), "")
+    end = maps.find(TORCH)
+    start = maps.find(b"/", maps.rfind(b"\n", 0, end) + 1, end)
+    if end < 0 or start < 0:
+        return ""
+    folder = os.fsdecode(maps[start:end])
+    if not folder.endswith(("/site-packages", "/dist-packages")):
+        return ""
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        names = map(METADATA.fullmatch, (entry.name for entry in itertools.islice(entries, MAX_PACKAGES)))
+        found = {name[1] for name in names if name}
+        return found.pop() if len(found) == 1 else ""
     return ""
 
 

@@ -17,7 +17,7 @@ from orchestrate import __version__
 from orchestrate.errors import OrchestrateError
 from orchestrate.files.folder import write_whole
 from orchestrate.files.paths import JobPaths
-from orchestrate.job.metrics import NAN, shown
+from orchestrate.job.metrics import FIRST, NOT_FINITE, place, shown
 from orchestrate.pages import charts
 from orchestrate.pages.run import Run, load
 
@@ -41,7 +41,10 @@ def write(jobs: Sequence[JobPaths], path: Path, report: dict[str, Any] | None = 
     Raises OrchestrateError if that fails.
     """
     try:
-        links = [urllib.parse.quote(os.path.relpath(paths.page, path.parent)) for paths in jobs]
+        links = [
+            urllib.parse.quote(os.path.relpath(paths.page, path.parent)) if paths.page.exists() else ""
+            for paths in jobs
+        ]
         write_whole(path, page([load(paths, report) for paths in jobs], links))
     except OrchestrateError:
         raise
@@ -53,7 +56,8 @@ def write(jobs: Sequence[JobPaths], path: Path, report: dict[str, Any] | None = 
 def page(runs: Sequence[Run], links: Sequence[str], home: str = "") -> str:
     """Return a page about one job, or about the differences of several, as HTML.
 
-    `links` are the addresses of the jobs' own pages, and `home` is that of the list of jobs, if a server has one.
+    `links` are the addresses of the jobs' own pages, empty for those without one, and `home` is that of the list of
+    jobs, if a server has one.
     """
     axis = " or ".join(dict.fromkeys(run.axis for run in runs if run.curves))
     template = TEMPLATES.get_template("one.html" if len(runs) == 1 else "several.html")
@@ -64,7 +68,7 @@ def page(runs: Sequence[Run], links: Sequence[str], home: str = "") -> str:
         home=home,
         version=__version__,
         max_failures=MAX_FAILURES,
-        charts={name: charts.lines(curves, axis) for name, curves in _curves(runs).items()},
+        charts={name: charts.lines(curves, axis) for name, curves in drawn(runs).items()},
         settings=_differing([run.settings | {"command": run.command} for run in runs]),
         finals=_differing([{name: _value(value) for name, value in _finals(run).items()} for run in runs]),
         duration=duration,
@@ -72,19 +76,23 @@ def page(runs: Sequence[Run], links: Sequence[str], home: str = "") -> str:
     return UNPRINTABLE.sub("�", text)
 
 
-def _curves(runs: Sequence[Run]) -> dict[str, dict[str, Any]]:
-    """Return the curves of each metric by label: its name, or the names of the jobs."""
+def drawn(runs: Sequence[Run]) -> dict[str, dict[str, Any]]:
+    """Return the curves of each metric by label: its name, or the names of the jobs.
+
+    A constant that is neither a loss nor an accuracy is left out.
+    """
     found: dict[str, dict[str, Any]] = {}
     for run in runs:
         for name, curve in run.curves.items():
             found.setdefault(name, {})[name if len(runs) == 1 else run.name] = curve
-    return found
+    values = {name: {value for curve in curves.values() for _, value in curve} for name, curves in found.items()}
+    return {name: curves for name, curves in found.items() if place(name) < len(FIRST) or len(values[name]) > 1}
 
 
 def _finals(run: Run) -> dict[str, Any]:
     """Return the last values of a job's metrics without text, which says what a line is about."""
     found = shown(run.report["final_metrics"])
-    return {name: value for name, value in found.items() if type(value) is not str or value == NAN}
+    return {name: value for name, value in found.items() if type(value) is not str or value in NOT_FINITE}
 
 
 def _differing(each: Sequence[dict[str, str]]) -> list[tuple[str, list[str], bool]]:

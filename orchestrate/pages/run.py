@@ -4,28 +4,33 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import yaml
 
 from orchestrate.errors import UsageError
+from orchestrate.files import records
 from orchestrate.files.lines import Lines, last
 from orchestrate.files.paths import METRICS, JobPaths, log
 from orchestrate.job import store
+from orchestrate.job.events import Event
 from orchestrate.job.limits import format_bytes
 from orchestrate.job.metrics import MAX_METRICS, measurements
 from orchestrate.job.plan import Plan, pluralize
 from orchestrate.job.redact import Mask, redacted
 from orchestrate.job.spec import FIELDS, JobSpec
 from orchestrate.pages.curves import Curve, Progress, progress
-from orchestrate.pages.spans import ENDING, RESTARTING, STARTING, STOPPED, WORKING, Moment, Span, moments, spans
+from orchestrate.pages.spans import ENDING, OTHER, RESTARTING, STARTING, STOPPED, WORKING, Moment, Span, moments, spans
 from orchestrate.view.progress import MAX_LINE, Reader
 
 FEW = 10  # points in metrics.jsonl; of curves with fewer, the log may have more
 MAX_LOG = 4 << 20  # first bytes of a log that are searched for metrics
+VERSION = re.compile(r"[\w.+!-]{1,40}", re.ASCII)
 LOST = {
     STARTING: "starting nodes and workers",
     RESTARTING: "restarting",
@@ -55,47 +60,48 @@ class Run:
         """The duration of the job."""
         return self.spans[-1].end if self.spans else float(self.report["duration_s"])
 
+    @cached_property
+    def _working(self) -> dict[str, float]:
+        """The seconds in which the script ran, by what they were spent on."""
+        return self.progress.divided(sum(span.seconds for span in self.spans if span.kind == WORKING))
+
     @property
     def times(self) -> list[tuple[str, float]]:
         """What the time was spent on, and for how many seconds; first the new steps, then what was lost."""
+        names = {
+            "steps": "running the script",
+            "saving": "saving checkpoints",
+            "waiting": "waiting for the slowest worker",
+            "repeated": f"repeating {pluralize(self.progress.repeated, 'step')} after restarts",
+        }
         lost = {text: sum(span.seconds for span in self.spans if span.kind == kind) for kind, text in LOST.items()}
-        steps = pluralize(self.progress.repeated, "step")
-        found = [
-            ("running the script", self._useful),
-            ("saving checkpoints", self._saving),
-            ("waiting for the slowest worker", self._waiting),
-            (f"repeating {steps} after restarts", self._again),
-            *lost.items(),
-        ]
-        return [(text, seconds) for text, seconds in found if seconds > 0]
-
-    @property
-    def _working(self) -> float:
-        return sum(span.seconds for span in self.spans if span.kind == WORKING)
-
-    @property
-    def _again(self) -> float:
-        """Seconds for which the script repeated steps."""
-        return self._working * self.progress.repeated / max(1, self.progress.done)
-
-    @property
-    def _saving(self) -> float:
-        return min(self.progress.saving, self._working - self._again)
-
-    @property
-    def _waiting(self) -> float:
-        return min(self.progress.waiting, self._working - self._again - self._saving)
-
-    @property
-    def _useful(self) -> float:
-        return self._working - self._again - self._saving - self._waiting
+        found = {text: self._working[part] for part, text in names.items()} | lost
+        return [(text, seconds) for text, seconds in found.items() if seconds > 0]
 
     @property
     def not_counted(self) -> str:
         """Return what happened while the script ran that does not count as goodput."""
-        parts = [("repeated steps", self._again), ("saving", self._saving), ("waiting", self._waiting)]
-        *first, last = [text for text, seconds in parts if seconds > 0] or [""]
-        return " and ".join([*([", ".join(first)] if first else []), last])
+        names = {"repeated": "repeated steps", "saving": "saving", "waiting": "waiting"}
+        *first, last = [text for part, text in names.items() if self._working[part] > 0] or [""]
+        return " and ".join([", ".join(first), last]) if first else last
+
+    @property
+    def marks(self) -> list[tuple[float, float, Moment]]:
+        """Return checkpoints and trouble with their places on a bar of the job's time, in percent, and their times.
+
+        At most one of a kind is in 0.1 %.
+        """
+        found: dict[tuple[str, float], tuple[float, Moment]] = {}
+        for moment in self.moments:
+            for at in moment.times if moment.kind != OTHER else ():
+                percent = round(max(0.0, min(100.0, 100 * at / self.seconds)), 1) if self.seconds else 0.0
+                found.setdefault((moment.kind, percent), (at, moment))
+        return [(percent, *mark) for (_, percent), mark in found.items()]
+
+    @property
+    def torch(self) -> str:
+        """The versions of torch that workers loaded."""
+        return " and ".join(filter(VERSION.fullmatch, map(str, self.report.get("torch") or ())))
 
     @property
     def survived(self) -> list[dict[str, Any]]:
@@ -109,7 +115,7 @@ class Run:
 
         From 0 to 1.
         """
-        return self._useful / self.seconds if self.seconds else 0.0
+        return self._working["steps"] / self.seconds if self.seconds else 0.0
 
     @property
     def exchanged(self) -> str:
@@ -141,7 +147,7 @@ def load(paths: JobPaths, report: dict[str, Any] | None = None) -> Run:
         raise UsageError(f"{paths.root.name} has not ended", f"python -m orchestrate attach {paths.root.name}")
     mask = spec.mask()
     found, curves, axis = curves_of(paths, spec, int(data["generations"]))
-    history = store.history(paths)
+    history = _history(paths)
     command = shlex.join(map(mask, plan.command))
     return Run(
         name=paths.root.name,
@@ -158,6 +164,16 @@ def load(paths: JobPaths, report: dict[str, Any] | None = None) -> Run:
     )
 
 
+def _history(paths: JobPaths) -> list[Event]:
+    """Return the events of a job, none for a copy whose events are damaged; raises UsageError for another."""
+    try:
+        return store.history(paths)
+    except UsageError:
+        if records.find(paths.root):
+            raise
+        return []
+
+
 def curves_of(paths: JobPaths, spec: JobSpec, generations: int) -> tuple[Progress, dict[str, Curve], str]:
     """Return what metrics.jsonl says about a job, its curves so far or those of its output, and what they go over."""
     mask, found = spec.mask(), progress(_rows(paths), generations)
@@ -165,8 +181,9 @@ def curves_of(paths: JobPaths, spec: JobSpec, generations: int) -> tuple[Progres
     points = max(map(len, curves.values()), default=0)
     if points < FEW:
         printed = progress(_printed(paths, mask, Reader(spec.metrics)), generations)
-        if max(map(len, printed.drawn().values()), default=0) > points:
-            return found, printed.drawn(), "step" if printed.numbered else "order in the log"
+        drawn = printed.drawn()
+        if max(map(len, drawn.values()), default=0) > points:
+            return found, drawn, "step" if printed.numbered else "order in the log"
     return found, curves, axis
 
 

@@ -10,6 +10,11 @@ from orchestrate.job.events import Event
 from orchestrate.job.outcomes import Outcome
 from orchestrate.job.plan import pluralize
 
+CHECKPOINT, TROUBLE, OTHER = "checkpoint", "trouble", "other"
+TROUBLES = (
+    *(events.GenerationEnded, events.NodeInTrouble, events.NodesMissing, events.HangFound, events.WorkersLost),
+    *(events.WorkersIsolated, events.GpusUnused, events.EngineLost, events.DiskFull, events.WarningIssued),
+)
 STARTING, WORKING, RESTARTING, ENDING, STOPPED = "starting", "working", "restarting", "ending", "stopped"
 
 
@@ -33,7 +38,7 @@ class Span:
 class Moment:
     """Something that happened, or checkpoints that were saved one after the other."""
 
-    checkpoint: bool
+    kind: str  # checkpoint, trouble or other
     times: tuple[float, ...]  # seconds since the job's start
     text: str
 
@@ -41,18 +46,26 @@ class Moment:
 def moments(found: Iterable[Event]) -> list[Moment]:
     """Return when checkpoints were saved, and what disturbed a job or changed its course."""
     done: list[Moment] = []
+    saved: list[float] = []
+
+    def add(event: Event, text: str) -> None:
+        if saved:
+            done.append(Moment(CHECKPOINT, tuple(saved), f"{pluralize(len(saved), 'checkpoint')} saved"))
+            saved.clear()
+        if text:
+            done.append(Moment(TROUBLE if isinstance(event, TROUBLES) else OTHER, (event.seconds,), text))
+
     for event in found:
         match event:
             case events.CheckpointSaved():
-                before = done.pop().times if done and done[-1].checkpoint else ()
-                times = (*before, event.seconds)
-                done.append(Moment(True, times, f"{pluralize(len(times), 'checkpoint')} saved"))
+                saved.append(event.seconds)
             case events.JobResumed():
-                done.append(Moment(False, (event.seconds,), "the job was resumed"))
+                add(event, "the job was resumed")
             case events.NodesStarting() | events.NodesUp() | events.GenerationStarting() | events.CodeCopied():
                 pass
             case _ if text := report.line(event):
-                done.append(Moment(False, (event.seconds,), text.partition("\n")[0]))
+                add(event, text.partition("\n")[0])
+    add(Event(), "")
     return done
 
 

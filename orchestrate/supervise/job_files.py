@@ -123,7 +123,7 @@ class JobFiles:
             return Written(self.paths.work, *found)
         return Written(self.paths.work, [], False)
 
-    def saved(self) -> tuple[object, ...]:
+    def saved(self) -> tuple[tuple[str, int], ...]:
         """Return names and modification times in the checkpoints folder; the value changes with every save."""
         found = self._folder.entries(CHECKPOINTS)
         return tuple(sorted((name, status.st_mtime_ns) for name, status in found if not name.startswith(".")))

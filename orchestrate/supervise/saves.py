@@ -7,8 +7,9 @@ import time
 from orchestrate.job.events import CheckpointSaved
 from orchestrate.supervise.running import Running
 
-INTERVAL = 1.0  # seconds between two looks at the folder; a save that changes it in both is not yet complete
-MAX_EVENTS = 1000  # of one generation
+INTERVAL, MAX_LOAD = 1.0, 0.02  # seconds between two looks at the folder, at least; of a core
+QUIET, LONGEST = 2.0, 10.0  # seconds without a change after which a save is complete; after which it is noted anyway
+SPACING = 500  # the time between two events is at least this part of the generation's
 
 
 class Saves:
@@ -16,31 +17,38 @@ class Saves:
 
     def __init__(self, job: Running) -> None:
         self.job = job
-        self.first = self.noted = self.last = job.files.saved()
-        self.due, self.count = 0.0, 0
+        self.first = self.last = job.files.saved()
+        self.began = self.noted = self.due = time.monotonic()
+        self.changed: tuple[float, float] | None = None  # when a save began to change the folder, and when it last did
 
     @property
     def any(self) -> bool:
-        """Whether a checkpoint was saved in this generation, as far as is known."""
+        """Whether the folder has changed in this generation."""
         return self.last != self.first
 
     def step(self) -> None:
-        """Look at the folder once a second; emit an event for what has changed and is now complete."""
-        if time.monotonic() < self.due:
+        """Look at the folder, unless that was just done; emit an event for a save that is complete."""
+        now = time.monotonic()
+        if now < self.due:
             return
-        self.due = time.monotonic() + INTERVAL
-        found = self.job.files.saved()
-        if found == self.last:
-            self._note()
-        self.last = found
+        self._look(now)
+        self.due = now + max(INTERVAL, (time.monotonic() - now) / MAX_LOAD)
+        if self.changed and now >= self.noted + (now - self.began) / SPACING:
+            began, last = self.changed
+            if now >= min(last + QUIET, began + LONGEST):
+                self._note(now)
 
     def end(self) -> None:
         """Look at the folder once all workers have ended."""
-        self.last = self.job.files.saved()
-        self._note()
+        self._look(time.monotonic())
+        if self.changed:
+            self._note(time.monotonic())
 
-    def _note(self) -> None:
-        if self.last and self.last != self.noted and self.count < MAX_EVENTS:
-            self.count += 1
-            self.job.emit(CheckpointSaved())
-        self.noted = self.last
+    def _look(self, now: float) -> None:
+        before, self.last = dict(self.last), self.job.files.saved()
+        if any(before.get(name) != modified for name, modified in self.last):  # removing old ones is no save
+            self.changed = (self.changed[0] if self.changed else now), now
+
+    def _note(self, now: float) -> None:
+        self.changed, self.noted = None, now
+        self.job.emit(CheckpointSaved())

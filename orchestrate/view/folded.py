@@ -35,7 +35,7 @@ class Folded(Screen):
     def began(self, seconds: float) -> None:
         """Take how long ago the job began."""
         with self.lock:
-            self.view.began = time.monotonic() - seconds
+            self.view.began = self.view.counted = time.monotonic() - seconds
 
     def planned(self, plan: Plan) -> None:
         """Take the plan of the next generation."""
@@ -73,6 +73,7 @@ class Folded(Screen):
             last: dict[str, Any] = {}
             self.metrics.near_end(file, MAX_METRICS)
             for values in measurements(self.metrics.new(file, MAX_METRICS)):
+                self.view.work.steps.take(values)
                 last |= {self.hide(name): value for name, value in values.items()}
             if last:
                 self.view.measure(last, time.monotonic())

@@ -161,7 +161,8 @@ def _of_dict(line: str) -> dict[str, float]:
     found = {}
     for name, value in values.items() if isinstance(values, dict) else ():
         try:
-            found[str(name)[:40]] = float(value)
+            if (text := str(name)[:40]).isprintable():  # an escape sequence could be written as text
+                found[text] = float(value)
         except (TypeError, ValueError, OverflowError):
             return {}
     return found

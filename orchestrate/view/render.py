@@ -15,8 +15,11 @@ from orchestrate.view.state import IDLE, SHOWN_METRICS, Rank, View, clock, secon
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 MIN_ROWS = 2  # ranks that are shown on the smallest terminal
-NARROW, MEDIUM, WIDE = 60, 80, 100  # columns of the terminal
+MEDIUM = 80  # columns of the terminal that show more about the job
+DROPPED = (3, 6, 5, 4, 2)  # what a line leaves out where it does not fit: paces, memory, cores, pace, step
+LEAST = 12  # characters for metrics
 SPARK = 12  # characters of a sparkline
+NODE = 14  # characters of a rank and its node that are always shown
 GAP = 2  # columns between two parts of a line
 STYLES = {"failed": "bold red", "stopping": "yellow", "running": "green", "succeeded": "green", "waiting": "dim"}
 
@@ -71,33 +74,41 @@ def _bar(view: View, width: int) -> RenderableType | None:
 
 
 def _table(ranks: Sequence[Rank], now: float, width: int) -> Table:
-    wide, rows = width >= WIDE, []
-    columns = range(8) if wide else (0, 1, 2, 4, 5, 7) if width >= NARROW else (0, 1, 2)
-    for rank in ranks:
-        step = rank.progress.step
-        pace = rank.progress.step_seconds or rank.pace
-        metrics = listed(rank.progress.metrics)[: SHOWN_METRICS if wide else 1]
-        idle = rank.idle(now)
-        cells = [
-            Text(f"{rank.number:>3} {rank.node}"),
-            Text(rank.state, style=STYLES.get(rank.state, "")),
-            Text("" if step is None else f"step {step:,}"),
-            Text(spark(rank.paces) if wide else ""),
-            Text("" if pace is None else f"{pace * 1000:.3g} ms/step" if pace < 1 else f"{pace:.3g} s/step"),
-            Text(f"{rank.cores:.1f} cores" if rank.measured else ""),
-            Text(format_bytes(rank.memory) if rank.memory else ""),
-            Text(f"idle {clock(idle)}", style="bold yellow") if idle > IDLE else Text("  ".join(metrics)),
-        ]
-        rows.append([cells[index] for index in columns])
+    rows = [_cells(rank, now) for rank in ranks]
+    sizes = [max(cell.cell_len for cell in column) for column in zip(*rows)]
+    sizes[0] = min(sizes[0], max(NODE, width // 3))
+    idle = [row[-1].cell_len for row, rank in zip(rows, ranks) if rank.idle(now) > IDLE]
+    last = max([*idle, min(sizes[-1], LEAST)])
+    shown = [*range(len(sizes) - 1)]
+    for index in DROPPED:
+        if sum(sizes[each] + GAP for each in shown) + last > width:
+            shown.remove(index)
+    if (left := width - sum(sizes[each] + GAP for each in shown)) > 0:
+        shown.append(len(sizes) - 1)
+        sizes[-1] = min(left, sizes[-1])
     table = Table.grid(padding=(0, GAP))
-    left = width
-    for column in zip(*rows):  # the last one, with metrics, gets what is left
-        size = min(max(cell.cell_len for cell in column), max(0, left))
-        table.add_column(width=size, no_wrap=True, overflow="ellipsis")
-        left -= size + GAP
+    for index in shown:
+        table.add_column(width=sizes[index], no_wrap=True, overflow="ellipsis")
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*(row[index] for index in shown))
     return table
+
+
+def _cells(rank: Rank, now: float) -> list[Text]:
+    """Return what a line shows about a worker."""
+    step, idle = rank.progress.step, rank.idle(now)
+    pace = rank.progress.step_seconds or rank.pace
+    metrics = listed(rank.progress.metrics)[:SHOWN_METRICS]
+    return [
+        Text(f"{rank.number:>3} {rank.node}"),
+        Text(rank.state, style=STYLES.get(rank.state, "")),
+        Text("" if step is None else f"step {step:,}"),
+        Text(spark(rank.paces)),
+        Text("" if pace is None else f"{pace * 1000:.3g} ms/step" if pace < 1 else f"{pace:.3g} s/step"),
+        Text(f"{rank.cores:.1f} cores" if rank.measured else ""),
+        Text(format_bytes(rank.memory) if rank.memory else ""),
+        Text(f"idle {clock(idle)}", style="bold yellow") if idle > IDLE else Text("  ".join(metrics)),
+    ]
 
 
 def spark(values: Sequence[float]) -> str:

@@ -10,9 +10,10 @@ from typing import Any
 
 from orchestrate.job import events, report
 from orchestrate.job.events import Event
-from orchestrate.job.metrics import MAX_NUMBER, TOTAL, is_number, listed, shown
+from orchestrate.job.metrics import TOTAL, is_number, listed, plain, shown
 from orchestrate.job.outcomes import Activity
 from orchestrate.job.plan import Plan
+from orchestrate.job.steps import Steps
 from orchestrate.view.progress import Progress
 
 PACES = 30  # steps whose duration is kept for each rank
@@ -75,39 +76,28 @@ class Rank:
 
 
 class Work:
-    """The time in which the script ran, and the steps that it took."""
+    """The time in which the script ran."""
 
     def __init__(self) -> None:
+        self.steps = Steps(generations=0)
         self.before = 0.0  # seconds, in earlier generations
         self.began: float | None = None  # when the workers of this one started, while they run
-        self.last: int | None = None  # step
-        self.done, self.repeated = 0, 0  # steps
-        self.restarted = False  # whether a step may be one that was done before
 
     def start(self, now: float) -> None:
         """All workers have started."""
-        self.began, self.restarted = now, self.last is not None
+        self.stop(now)
+        self.began = now
+        self.steps.generations += 1
 
     def stop(self, now: float) -> None:
         """All workers have ended."""
         self.before += now - self.began if self.began is not None else 0.0
         self.began = None
 
-    def reach(self, step: int) -> None:
-        """Take the step that the job has reached; after a restart, the first one may be earlier than the last."""
-        if self.last is None:
-            self.last = step - 1
-        if self.restarted and step <= self.last:
-            self.repeated += self.last - step + 1
-            self.last = step - 1
-        self.restarted = False
-        self.done += max(0, step - self.last)
-        self.last = max(step, self.last)
-
     def seconds(self, now: float) -> float:
-        """Return the time, without the part in which steps were repeated: as large as their part of all steps."""
+        """Return the time that was spent on new steps, as reports count it."""
         working = self.before + (now - self.began if self.began is not None else 0.0)
-        return working * (1 - self.repeated / max(1, self.done, self.repeated))
+        return self.steps.divided(working)["steps"]
 
 
 class View:
@@ -120,6 +110,7 @@ class View:
         self.generation = 0
         self.events: deque[tuple[float, str]] = deque(maxlen=EVENTS)  # seconds of the job, and what happened
         self.ranks: dict[int, Rank] = {}
+        self.counted = now  # since when the goodput is counted
         self.saved: float | None = None  # when the last checkpoint was saved
         self.work = Work()
         self.planned(plan)
@@ -140,7 +131,7 @@ class View:
             self.events.append((event.seconds, text.partition("\n")[0]))
         match event:
             case events.JobResumed():
-                self.began, self.work = now - age, Work()
+                self.counted, self.work = now - age, Work()
             case events.CheckpointSaved():
                 self.saved = now - age
             case events.GenerationEnded():
@@ -164,8 +155,6 @@ class View:
         before = rank.stepped[0]
         rank.hear(found, now)
         if rank.stepped[0] != before:
-            if rank is self.lead:
-                self.work.reach(rank.stepped[0])
             for other in self.ranks.values():
                 other.heard = now
 
@@ -184,17 +173,20 @@ class View:
 
     def measure(self, values: Mapping[str, Any], now: float) -> None:
         """Take a line of metrics.jsonl."""
-        known = {name: float(value) for name, value in values.items() if is_number(value) and abs(value) < MAX_NUMBER}
-        step, total = (int(known[name]) if name in known else None for name in ("step", TOTAL))
+        known = {name: float(value) for name, value in values.items() if type(value) in (int, float) and plain(value)}
+        step, total = (int(value) if is_number(value := known.get(name)) else None for name in ("step", TOTAL))
         numbers = {name: value for name, value in shown(known).items() if name != "step" and NAME.fullmatch(name)}
         if 0 in self.ranks and (step is not None or numbers):
             found = Progress(step=step, total=total or self.ranks[0].progress.total, metrics=numbers)
             self.hear(0, found, now)
 
     def goodput(self, now: float) -> float | None:
-        """Return the share of the time in which the script ran, without steps that were repeated; None if unknown."""
+        """Return the share of the time that was spent on new steps, as in the report, since the last resumption.
+
+        None if no worker has started.
+        """
         seconds = self.work.seconds(now)
-        return seconds / (now - self.began) if seconds and now > self.began else None
+        return seconds / (now - self.counted) if seconds and now > self.counted else None
 
     @property
     def lead(self) -> Rank:
