@@ -25,17 +25,10 @@ def ps(args: argparse.Namespace) -> int:
     if args.json:
         out(json.dumps([_data(row) for row in rows], indent=2))
     elif args.all:
-        console.table(
-            [(*HEAD, "STARTED", "DURATION", "METRICS", "RUN"), *((*_long(row), _run(row, args)) for row in rows)]
-        )
+        console.table([(*HEAD, "STARTED", "DURATION", "METRICS", "RUN"), *map(_long, rows)])
     else:
-        console.table([(*HEAD, "RUN"), *((*_short(row), _run(row, args)) for row in rows)])
+        console.table([(*HEAD, "RUN"), *((*_short(row), str(row.run)) for row in rows)])
     return errors.SUCCEEDED
-
-
-def _run(row: Listed, args: argparse.Namespace) -> str:
-    """Return the run directory of a job, as other commands print it if it is in the selected folder."""
-    return str(args.shown / row.run.name if row.run.parent == args.runs else row.run)
 
 
 def _short(row: Listed) -> tuple[str, str, str, str]:
@@ -45,7 +38,7 @@ def _short(row: Listed) -> tuple[str, str, str, str]:
 def _long(row: Listed) -> tuple[str, ...]:
     metrics = ", ".join(listed(row.metrics)[:MAX_METRICS])
     lasted = "" if row.seconds is None else listing.duration(row.seconds)
-    return *_short(row), listing.ago(row.started) if row.started else "", lasted, metrics
+    return *_short(row), listing.ago(row.started) if row.started else "", lasted, metrics, str(row.run)
 
 
 def _data(row: Listed) -> dict[str, Any]:
