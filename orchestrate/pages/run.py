@@ -101,7 +101,8 @@ class Run:
     @property
     def torch(self) -> str:
         """The versions of torch that workers loaded."""
-        return " and ".join(filter(VERSION.fullmatch, map(str, self.report.get("torch") or ())))
+        found = self.report.get("torch")
+        return " and ".join(filter(VERSION.fullmatch, map(str, found if isinstance(found, list) else ())))
 
     @property
     def survived(self) -> list[dict[str, Any]]:

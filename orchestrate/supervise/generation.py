@@ -331,7 +331,7 @@ class Generation:
         if step or self.furthest:
             progress = step > self.furthest
         elif self.saves.last:
-            progress = self.saves.any
+            progress = self.saves.happened
         else:
             progress = lasted > CRASH_LOOP_SECONDS  # the script writes neither metrics nor checkpoints
         return GenerationResult(

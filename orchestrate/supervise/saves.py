@@ -22,7 +22,7 @@ class Saves:
         self.changed: tuple[float, float] | None = None  # when a save began to change the folder, and when it last did
 
     @property
-    def any(self) -> bool:
+    def happened(self) -> bool:
         """Whether the folder has changed in this generation."""
         return self.last != self.first
 
