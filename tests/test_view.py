@@ -101,6 +101,16 @@ def test_metrics_of_the_script_must_be_shown():
     assert "loss 0.5" in lines[0] and lines[1].startswith("step 7 of 20")
 
 
+def test_a_metric_of_the_script_must_not_be_replaced_by_one_of_that_name_in_its_output():
+    state = view(1)
+    state.hear(0, parse("epoch 1: loss 0.75, acc 0.5"), 4.0)
+    state.measure({"step": 7, "loss": 0.5}, 5.0)
+    state.hear(0, parse("epoch 1: loss 0.25, acc 0.6"), 6.0)
+    assert drawn(state, 6.0)[0].endswith("  loss 0.5  acc 0.6")
+    state.measure({"step": 8, "loss": 0.125}, 7.0)
+    assert drawn(state, 8.0)[0].endswith("  loss 0.125  acc 0.6")
+
+
 def steps(state: View, first: int, last: int) -> None:
     for step in range(first, last + 1):
         state.work.steps.take({"step": step})

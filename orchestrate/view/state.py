@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from orchestrate.job import events, report
@@ -113,6 +113,7 @@ class View:
         self.counted = now  # since when the goodput is counted
         self.saved: float | None = None  # when the last checkpoint was saved
         self.work = Work()
+        self.measured: set[str] = set()  # names of metrics in metrics.jsonl
         self.planned(plan)
 
     def planned(self, plan: Plan) -> None:
@@ -147,7 +148,14 @@ class View:
                 self.ranks[event.rank].state = "failed" if event.exit_code else "succeeded"
 
     def hear(self, number: int, found: Progress | None, now: float) -> None:
-        """Take a line that a worker has written: what it says about its progress.
+        """Take a line that a worker has written: what it says about its progress."""
+        if found and number == 0:  # what the script writes to metrics.jsonl is more exact
+            metrics = {name: value for name, value in found.metrics.items() if name not in self.measured}
+            found = replace(found, metrics=metrics)
+        self._take(number, found, now)
+
+    def _take(self, number: int, found: Progress | None, now: float) -> None:
+        """Take the progress of a worker.
 
         None of the workers is idle if one gets to another step: they wait for each other in every step.
         """
@@ -178,7 +186,8 @@ class View:
         numbers = {name: value for name, value in shown(known).items() if name != "step" and NAME.fullmatch(name)}
         if 0 in self.ranks and (step is not None or numbers):
             found = Progress(step=step, total=total or self.ranks[0].progress.total, metrics=numbers)
-            self.hear(0, found, now)
+            self.measured |= numbers.keys()
+            self._take(0, found, now)
 
     def goodput(self, now: float) -> float | None:
         """Return the share of the time that was spent on new steps, as in the report, since the last resumption.
