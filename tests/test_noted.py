@@ -1,7 +1,7 @@
 """Checkpoints that workers save must be noted while the job runs, once each, when they are complete."""
 
+import os
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from support.scripted import ALL_WELL, Job
@@ -10,7 +10,6 @@ from orchestrate.engines.base import Observed
 from orchestrate.engines.recording import RecordingEngine
 from orchestrate.job.spec import JobSpec
 from orchestrate.supervise import saves
-from orchestrate.supervise.job_files import JobFiles
 
 SPEC = JobSpec(trainers=2, grace=0.01, hang_after=0.0)
 
@@ -39,21 +38,16 @@ def playing(job: Job, *actions: Callable[[], object]) -> RecordingEngine:
 
 
 def save(job: Job, name: str) -> Callable[[], object]:
-    return lambda: job.paths.checkpoints.joinpath(name).write_text(str(job.clock.now))
+    def write() -> None:
+        path = job.paths.checkpoints / name
+        path.touch()
+        os.utime(path, (job.clock.now,) * 2)  # of the job's clock, because several files are written at once
+
+    return write
 
 
 def nothing() -> None:
     pass
-
-
-@pytest.fixture(autouse=True)
-def times(monkeypatch):
-    """Changes of files have the time of the job's clock, because several are made at once."""
-    monkeypatch.setattr(JobFiles, "saved", lambda files: tuple(sorted(contents(files.paths.checkpoints).items())))
-
-
-def contents(folder: Path) -> dict[str, int]:
-    return {path.name: int(float(path.read_text() or 0)) for path in folder.iterdir()}
 
 
 def test_files_that_are_written_one_after_the_other_must_be_one_checkpoint(job):

@@ -28,20 +28,8 @@ from rich.text import Text
 
 HERE = Path(__file__).parent
 COLUMNS, ROWS = 110, 24
-COMMAND = [
-    "run",
-    "--trainers",
-    "3",
-    "--set",
-    "name=digits",
-    "--",
-    "-m",
-    "app.train",
-    "--epochs",
-    "12",
-    "--resume",
-    "auto",
-]
+COMMAND = ["run", "--trainers", "3", "--set", "name=digits"]
+COMMAND += ["--", "-m", "app.train", "--epochs", "12", "--resume", "auto"]
 LOST_AFTER, SHOWN_AFTER = "epoch 3/", "epoch 11/"  # output after which a node is killed, and the terminal is shown
 REPORT = (1000, 1250)  # pixels
 # As in rich, without the fonts, which a browser would load from another site.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,13 +23,13 @@ from orchestrate.job.metrics import MAX_METRICS, measurements
 from orchestrate.job.plan import Plan, pluralize
 from orchestrate.job.redact import Mask, redacted
 from orchestrate.job.spec import FIELDS, JobSpec
+from orchestrate.node import checks
 from orchestrate.pages.curves import Curve, Progress, progress
 from orchestrate.pages.spans import ENDING, OTHER, RESTARTING, STARTING, STOPPED, WORKING, Moment, Span, moments, spans
 from orchestrate.view.progress import MAX_LINE, Reader
 
 FEW = 10  # points in metrics.jsonl; of curves with fewer, the log may have more
 MAX_LOG = 4 << 20  # first bytes of a log that are searched for metrics
-VERSION = re.compile(r"[\w.+!-]{1,40}", re.ASCII)
 LOST = {
     STARTING: "starting nodes and workers",
     RESTARTING: "restarting",
@@ -102,7 +101,8 @@ class Run:
     def torch(self) -> str:
         """The versions of torch that workers loaded."""
         found = self.report.get("torch")
-        return " and ".join(filter(VERSION.fullmatch, map(str, found if isinstance(found, list) else ())))
+        versions = map(str, found if isinstance(found, list) else ())
+        return " and ".join(version for version in versions if not checks.version(version))
 
     @property
     def survived(self) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ from typing import Any
 
 from orchestrate.files.lines import Lines
 from orchestrate.files.paths import METRICS, JobPaths
-from orchestrate.job.metrics import measurements
+from orchestrate.job.metrics import TOTAL, measurements
 from orchestrate.view.progress import Progress
 
 log = logging.getLogger(__name__)
@@ -94,7 +94,7 @@ class Board:
             self.lines.near_end(file, sys.maxsize)  # it may have been truncated
             for values in measurements(self.lines.new(file, MAX_READ)):
                 step = values.pop("step", None)
-                values.pop("total_steps", None)
+                values.pop(TOTAL, None)
                 step = step if type(step) is int and 0 <= step < MAX_STEP else (self.step or 0) + 1
                 self._write(step, values, self.step)
                 self.step = step

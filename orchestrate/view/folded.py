@@ -35,7 +35,7 @@ class Folded(Screen):
     def began(self, seconds: float) -> None:
         """Take how long ago the job began."""
         with self.lock:
-            self.view.began = self.view.counted = time.monotonic() - seconds
+            self.view.began = self.view.work.since = time.monotonic() - seconds
 
     def planned(self, plan: Plan) -> None:
         """Take the plan of the next generation."""

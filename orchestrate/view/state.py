@@ -78,7 +78,8 @@ class Rank:
 class Work:
     """The time in which the script ran."""
 
-    def __init__(self) -> None:
+    def __init__(self, since: float) -> None:
+        self.since = since  # when the job began or was resumed
         self.steps = Steps(generations=0)
         self.before = 0.0  # seconds, in earlier generations
         self.began: float | None = None  # when the workers of this one started, while they run
@@ -110,9 +111,8 @@ class View:
         self.generation = 0
         self.events: deque[tuple[float, str]] = deque(maxlen=EVENTS)  # seconds of the job, and what happened
         self.ranks: dict[int, Rank] = {}
-        self.counted = now  # since when the goodput is counted
         self.saved: float | None = None  # when the last checkpoint was saved
-        self.work = Work()
+        self.work = Work(now)
         self.measured: set[str] = set()  # names of metrics in metrics.jsonl
         self.planned(plan)
 
@@ -132,7 +132,7 @@ class View:
             self.events.append((event.seconds, text.partition("\n")[0]))
         match event:
             case events.JobResumed():
-                self.counted, self.work = now - age, Work()
+                self.work = Work(now - age)
             case events.CheckpointSaved():
                 self.saved = now - age
             case events.GenerationEnded():
@@ -195,7 +195,7 @@ class View:
         None if no worker has started.
         """
         seconds = self.work.seconds(now)
-        return seconds / (now - self.counted) if seconds and now > self.counted else None
+        return seconds / (now - self.work.since) if seconds and now > self.work.since else None
 
     @property
     def lead(self) -> Rank:
