@@ -120,6 +120,11 @@ def test_more_gpus_than_available_must_be_refused_with_the_inventory(cli, nvidia
     check_refused(cli, 4, "--gpus 1000: only", "run", "--gpus", "1000", "--", "probe.py")
 
 
+def test_a_refused_command_must_not_leave_the_process_that_reads_the_script(cli, nothing_left):
+    (cli.folder / "long.py").write_text("import torch\nf'" + "{1}" * 300_000 + "'")  # takes Python 3.11 a minute
+    check_refused(cli, 3, "no such file", "run", "--engine", "docker", "--", "long.py", DOCKER_HOST="unix:///none.sock")
+
+
 @pytest.fixture
 def plain_engine(docker_engine):
     """A separate Docker Engine, without the NVIDIA runtime and without images."""

@@ -4,8 +4,10 @@ import os
 import re
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from conftest import eventually
 
 from orchestrate.files import bounded
 
@@ -43,6 +45,14 @@ def test_a_call_whose_process_is_killed_must_return_none():
 
 def test_a_process_must_not_receive_ctrl_c_from_the_terminal():
     assert bounded.call(os.getsid, 0, seconds=1) != os.getsid(0)
+
+
+def test_a_call_of_another_thread_must_end_when_asked_to():
+    with ThreadPoolExecutor(1) as pool:
+        called = pool.submit(bounded.call, time.sleep, 1000, seconds=1)
+        eventually(lambda: bounded._running)
+        bounded.end()
+        assert called.result() is None and not bounded._running
 
 
 @pytest.mark.parametrize("name", ["json", "resource", "importlib"])

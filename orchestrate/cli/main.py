@@ -23,7 +23,7 @@ from orchestrate.console import out, phase, print_message
 from orchestrate.engines import choice
 from orchestrate.engines.ports import port
 from orchestrate.errors import OrchestrateError, UsageError
-from orchestrate.files import lock, log_file
+from orchestrate.files import bounded, lock, log_file
 from orchestrate.files.paths import PACKAGE, STDIN, JobPaths, code_folder, hidden
 from orchestrate.job import folders, preload, requirements, secret_files, source, store
 from orchestrate.job.layers import read_file, read_set, resolve
@@ -63,6 +63,7 @@ def main(argv: list[str]) -> int:
     """Run a command and return its exit code. Flushes all output, since the process ends without cleanup."""
     console.prepare()
     code = _run_guarded(argv)
+    bounded.end()
     if failure := console.finish():
         print_message(f"error: could not write all output: {failure}")
         console.finish()

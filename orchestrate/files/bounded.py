@@ -29,6 +29,9 @@ sys.stdout.write(json.dumps(answer))
 """
 
 
+_running: set[subprocess.Popen[str]] = set()
+
+
 def call(function: Callable[..., Any], *arguments: Any, seconds: int) -> Any:
     """Return the result of a module's function; None if it raises, or uses more than `seconds` of CPU time.
 
@@ -36,15 +39,32 @@ def call(function: Callable[..., Any], *arguments: Any, seconds: int) -> Any:
     """
     limits = [str(seconds), str(MEMORY), str(PACKAGE.parent)]
     given = json.dumps([function.__module__, function.__name__, arguments])
+    command = [sys.executable, "-I", "-S", f"-Xutf8={sys.flags.utf8_mode}", "-c", CALL, *limits]
     try:  # in a new session, so that Ctrl-C does not reach it
-        done = subprocess.run(
-            [sys.executable, "-I", "-S", f"-Xutf8={sys.flags.utf8_mode}", "-c", CALL, *limits],
-            input=given,
-            capture_output=True,
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
             text=True,
-            timeout=KILL_AFTER,
             start_new_session=True,
         )
-    except (OSError, subprocess.TimeoutExpired):
+    except OSError:
         return None
-    return json.loads(done.stdout) if done.returncode == 0 else None
+    _running.add(process)
+    with process:
+        try:
+            answer, _ = process.communicate(given, timeout=KILL_AFTER)
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        finally:
+            process.kill()
+            _running.discard(process)
+    return json.loads(answer) if process.returncode == 0 else None
+
+
+def end() -> None:
+    """End the calls of other threads, which return None, before this process exits without waiting for threads."""
+    for process in [*_running]:
+        process.kill()
+        process.wait()
