@@ -20,6 +20,9 @@ WORK = textwrap.dedent("""
     folder = pathlib.Path(os.environ["JOB_DIR"])
     first = int(os.environ["RANK"]) // 2 * 2
     print("found", (folder / f"prepared-{first}").read_text())
+    (folder / f"started-{os.environ['RANK']}").touch()
+    while len([*folder.glob("started-*")]) < int(os.environ["WORLD_SIZE"]):
+        pass  # a failure would end commands of other nodes, which run again then
     sys.exit(os.environ["TORCHELASTIC_RESTART_COUNT"] == "0")
 """)
 
