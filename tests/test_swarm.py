@@ -89,33 +89,21 @@ class Job(Background):
         return [worker["rank"] for worker in plan["workers"] if self.where(worker["node"])[0] is host]
 
 
-def assert_succeeded(job: Job, last: int, generations: int = 2, world_size: int = 4) -> None:
-    """Check that the job has succeeded and that the log of every rank is complete."""
+def assert_succeeded(job: Job, last: int = 0) -> None:
+    """Check that the job has succeeded after one restart and that the log of each of its 4 ranks is complete."""
     assert job.end(240) == 0, job.err
     report = job.cli.report()
-    assert (report["outcome"], report["generations"], report["world_size"]) == ("succeeded", generations, world_size)
-    for rank in range(world_size):
-        assert complete(job.steps(rank), last), [*zip(job.steps(rank), job.steps(rank)[1:])][-200:]
+    assert (report["outcome"], report["generations"], report["world_size"]) == ("succeeded", 2, 4)
+    for rank in RANKS:
+        steps = job.steps(rank)
+        assert complete(steps, last), [*zip(steps, steps[1:])][-200:]
+        assert last or 40 < [generation for _, generation in steps].count(1) <= 50
 
 
 def assert_host_lost(job: Job, ranks: list[int]) -> None:
     """Check that the only failure was the loss of a host, with one of these ranks."""
     ((rank, cause),) = job.causes()
     assert cause == "host lost" and rank in ranks
-
-
-@pytest.mark.slow
-def test_the_default_job_must_reach_the_same_accuracy_on_several_hosts(cli, swarm):
-    options = ["--set", "env.OMP_NUM_THREADS=1"]  # otherwise each of the three hosts would use all cores
-    job = Job(cli, swarm, *options, "--set", "command=-m app.train --epochs 3 --resume auto", trainers=2)
-    eventually(lambda: job.has(0, "epoch 1/3"))
-    assert all(job.on(host) for host in swarm.hosts)
-    assert job.end(300) == 0, job.err
-    accuracy = float(re.findall(r"accuracy ([\d.]+)%", cli.log(0))[-1])
-    assert accuracy > 98.5
-    assert (cli.run_dir() / "checkpoints" / "last" / "state.pt").exists()
-    assert {f"rank-{rank}.log" for rank in range(3)} == {path.name for path in (cli.run_dir() / "logs").iterdir()}
-    assert not records.need(cli.run_dir()).key
 
 
 def test_a_script_written_for_torchrun_must_run_unchanged(cli, swarm):
@@ -157,13 +145,14 @@ ADDRESSES |= {"TORCHELASTIC_RUN_ID"}
 
 
 @pytest.mark.slow
-def test_every_engine_must_give_the_same_plan_except_addresses_and_the_same_losses(cli, swarm):
+def test_the_default_job_must_have_the_same_plan_except_addresses_and_the_same_losses_on_every_engine(cli, swarm):
+    """With the same losses, it also reaches the same accuracy; test_app.py checks that of local processes."""
     plans, losses = [], []
     for engine in ("process", "docker", "swarm"):
         env = {"DOCKER_HOST": ""} if engine == "docker" else {}
         runs = ["--engine", engine, "--trainers", "2", "--gpus", "none", "--runs", engine]
         runs += ["--set", "env.OMP_NUM_THREADS=1"]  # otherwise three hosts would have more cores than one
-        done = cli("run", *runs, "--", "-m", "app.train", "--epochs", "1", **env)
+        done = cli("run", *runs, "--", "-m", "app.train", "--epochs", "1", "--resume", "auto", **env)
         assert done.returncode == 0, done.stderr
         (run,) = (cli.folder / engine).iterdir()
         plan = json.loads((run / "plan.json").read_text())
@@ -172,8 +161,13 @@ def test_every_engine_must_give_the_same_plan_except_addresses_and_the_same_loss
         plans.append((plan["nodes"], plan["command"], plan["workers"]))
         lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
         losses.append([line["loss"] for line in lines if "loss" in line])
+        assert (run / "checkpoints" / "last" / "state.pt").exists()
+        assert {f"rank-{rank}.log" for rank in range(3)} == {path.name for path in (run / "logs").iterdir()}
     assert plans[0] == plans[1] == plans[2]
     assert len(losses[0]) > 1 and losses[0] == losses[1] == losses[2]
+    (up,) = [line for line in (run / "events.jsonl").read_text().splitlines() if '"nodes_up"' in line]
+    assert {*json.loads(up)["hosts"].values()} == {host.name for host in swarm.hosts}
+    assert not records.need(run).key
 
 
 def test_each_worker_must_have_the_gpu_that_swarm_reserved_for_it(cli, swarm):
@@ -272,11 +266,11 @@ def test_a_shared_folder_must_hold_the_files_of_all_hosts(cli, swarm):
     shared = cli.folder / "shared"
     shared.mkdir()
     shared.chmod(0o777)  # nodes do not run as root, even if root starts the job
-    job = Job(cli, swarm, "--set", f"volume={shared}", "--", "count.py", "200")
+    job = Job(cli, swarm, "--set", f"volume={shared}", "--", "count.py", "until-restarted")
     job.until_step(25, rank=2)
     job.kill_worker(2)
-    assert_succeeded(job, 200)
-    assert (shared / cli.run_dir().name / "checkpoints" / "rank-3").read_text() == "200"
+    assert_succeeded(job)
+    assert (shared / cli.run_dir().name / "checkpoints" / "rank-3").read_text() == str(job.steps(3)[-1][0])
 
 
 def test_a_job_must_train_on_the_network_of_the_hosts(cli, swarm):
@@ -303,23 +297,23 @@ def test_doctor_must_report_an_unreachable_host(cli, swarm):
 
 
 def test_a_killed_worker_must_restart_the_gang_from_the_checkpoints_of_all_hosts(cli, swarm):
-    job = Job(cli, swarm, "--", "count.py", "200")
+    job = Job(cli, swarm, "--", "count.py", "until-restarted")
     job.until_step(25, rank=2)
     job.kill_worker(2)
-    assert_succeeded(job, 200)
+    assert_succeeded(job)
     assert job.causes() == [(2, "killed")]
 
 
 def test_a_killed_task_must_be_replaced_by_one_with_its_files(cli, swarm):
     (cli.folder / "writes.py").write_text(WRITES)
-    job = Job(cli, swarm, "--", "writes.py", "200")
+    job = Job(cli, swarm, "--", "writes.py", "until-restarted")
     job.until_step(25, rank=1)
     eventually(lambda: all((cli.run_dir() / "work" / "out" / str(rank)).exists() for rank in RANKS))
     host, node = job.where("trainer-1")
     host.docker("kill", node)
     job.until("generation_started", 2)
     written = [line.removeprefix("[rank 1] ") for line in host.docker("logs", node).splitlines()]
-    assert_succeeded(job, 200)
+    assert_succeeded(job)
     assert cli.log(1).partition("[node] generation 1")[0].splitlines() == written
     assert job.causes() == [(1, "node lost")]
     again = [step for step, generation in job.steps(1) if generation == 1]
@@ -341,20 +335,20 @@ def test_a_restart_on_a_busy_machine_must_lose_nothing(cli, swarm):
 
 @pytest.mark.slow
 def test_a_job_must_continue_without_a_host_that_dies(cli, swarm):
-    job = Job(cli, swarm, "--set", "grace=2s", "--", "count.py", "300")
+    job = Job(cli, swarm, "--set", "grace=2s", "--", "count.py", "until-restarted")
     last = swarm.hosts[2]
     job.until_step(30, rank=0)
     ranks = job.on(last)
     assert ranks
     last.kill()
-    assert_succeeded(job, 300)
+    assert_succeeded(job)
     assert_host_lost(job, ranks)
 
 
 @pytest.mark.slow
 def test_a_job_must_continue_with_fewer_nodes_if_no_host_accepts_another(cli, swarm):
     options = ["--min-trainers", "1", "--set", "cpus=1", "--set", "grace=2s"]
-    job = Job(cli, swarm, *options, "--", "count.py", "1500", trainers=5)
+    job = Job(cli, swarm, *options, "--", "count.py", "until-restarted", trainers=5)
     job.until_step(30, rank=0)
     assert all(len(job.on(host)) == 2 for host in swarm.hosts)
     swarm.hosts[2].kill()
@@ -363,18 +357,18 @@ def test_a_job_must_continue_with_fewer_nodes_if_no_host_accepts_another(cli, sw
         "service", "inspect", "--format", "{{.Spec.Mode.Replicated.Replicas}}", f"{job.project()}-trainer"
     )
     assert int(replicas) <= 5 + 2  # not more with each attempt
-    assert_succeeded(job, 1500, world_size=4)
+    assert_succeeded(job)
 
 
 def test_the_nodes_of_a_drained_host_must_be_replaced_on_other_hosts(cli, swarm):
-    job = Job(cli, swarm, "--", "count.py", "600")
+    job = Job(cli, swarm, "--", "count.py", "until-restarted")
     job.until_step(25, rank=0)
     last = swarm.hosts[2]
     ranks = job.on(last)
     assert ranks  # nodes are on all hosts
     try:
         swarm.hosts[0].docker("node", "update", "--availability", "drain", last.name)
-        assert_succeeded(job, 600)
+        assert_succeeded(job)
     finally:
         swarm.hosts[0].docker("node", "update", "--availability", "active", last.name)
     ((rank, cause),) = job.causes()
@@ -427,7 +421,7 @@ def test_a_checkpoint_that_does_not_fit_on_the_disk_must_delay_the_next_generati
 @pytest.mark.slow
 def test_a_job_must_continue_without_a_host_whose_overlay_network_is_cut(cli, swarm):
     options = ["--min-trainers", "1", "--set", "grace=2s", "--set", "constraints=[node.hostname != host-1]"]
-    job = Job(cli, swarm, *options, "--", "count.py", "1500", trainers=2)
+    job = Job(cli, swarm, *options, "--", "count.py", "until-restarted", trainers=2)
     job.until_step(30, rank=0)
     (last,) = [host for host in swarm.hosts[1:] if host is not job.where("master")[0]]
     (rank,) = job.on(last)
@@ -444,7 +438,7 @@ def test_a_job_must_continue_without_a_host_whose_overlay_network_is_cut(cli, sw
 @pytest.mark.parametrize("masters", [True, False], ids=["of the master", "of trainers"])
 def test_a_partitioned_host_must_not_train_while_the_others_do(cli, swarm, masters):
     options = ["--set", "grace=2s", "--set", "constraints=[node.hostname != host-1]"]
-    job = Job(cli, swarm, *options, "--", "count.py", "600")
+    job = Job(cli, swarm, *options, "--", "count.py", "until-restarted")
     job.until_step(30, rank=0)
     (last,) = [host for host in swarm.hosts[1:] if (host is job.where("master")[0]) is masters]
     ranks = job.on(last)
@@ -455,5 +449,5 @@ def test_a_partitioned_host_must_not_train_while_the_others_do(cli, swarm, maste
     for node in nodes:  # their lease has expired by now
         assert "count.py" not in last.docker("top", node)
     last.heal()
-    assert_succeeded(job, 600)
+    assert_succeeded(job)
     assert_host_lost(job, ranks)

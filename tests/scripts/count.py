@@ -1,7 +1,7 @@
 """A training loop without torch that counts steps, saves and resumes: `count.py STEPS [SECONDS_PER_STEP]`.
 
 With `until-asked` instead of STEPS, it ends at the next multiple of ten after a file `finish` appears in the
-job folder.
+job folder; with `until-restarted`, at the fifth multiple of ten after a restart.
 """
 
 import json
@@ -11,14 +11,16 @@ import signal
 import sys
 import time
 
-open_ended, pause = sys.argv[1] == "until-asked", float(sys.argv[2]) if len(sys.argv) > 2 else 0.02
-steps = sys.maxsize if open_ended else int(sys.argv[1])
+end, pause = sys.argv[1], float(sys.argv[2]) if len(sys.argv) > 2 else 0.02
+steps = int(end) if end.isdecimal() else sys.maxsize
 rank, generation = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
 job_dir = pathlib.Path(os.environ["JOB_DIR"])
 saved = job_dir / "checkpoints" / f"rank-{rank}"
 done = int(saved.read_text()) if saved.exists() else 0
 asked: list[int] = []
 signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
+if end == "until-restarted" and generation != "0":
+    steps = done // 10 * 10 + 50
 print("pid", os.getpid(), "of", os.environ["WORLD_SIZE"], flush=True)
 
 
@@ -34,7 +36,7 @@ while done < steps and not asked:
     print(f"step {done} in {generation}", flush=True)
     if done % 10 == 0:
         save()
-        steps = done if open_ended and (job_dir / "finish").exists() else steps
+        steps = done if end == "until-asked" and (job_dir / "finish").exists() else steps
     if rank == "0":
         with (job_dir / "metrics.jsonl").open("a") as file:
             file.write(json.dumps({"step": done}) + "\n")

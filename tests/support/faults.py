@@ -129,7 +129,7 @@ def kill_node(engine: str, project: str, name: str) -> None:
 def complete(steps: list[tuple[int, int]], last: int = 0) -> bool:
     """Whether count.py's log has no gap: each step in a generation follows the one before, and the last is `last`.
 
-    Without `last`, the job must have ended where `count.py until-asked` ends, at a multiple of ten.
+    Without `last`, the job must have ended at a multiple of ten, where `until-asked` and `until-restarted` end.
     """
     within = all(one[1] != other[1] or other[0] == one[0] + 1 for one, other in zip(steps, steps[1:]))
     return bool(steps) and within and steps[0] == (1, 0) and steps[-1][0] == (last or steps[-1][0] // 10 * 10)
