@@ -21,7 +21,7 @@ test: $(VENV)/.test
 
 # The GPU tests, with torch, pytest and pyyaml of $(PYTHON). Warnings of other versions do not fail them.
 test-gpu:
-	$(PYTHON) -m pytest -o addopts=-ra -W default -m gpu $(ARGS) tests/test_gpu_*.py
+	$(PYTHON) -m pytest -o addopts=-ra -W default -m gpu $(ARGS) tests/gpu
 
 # The packages of the image: the newest versions that pyproject.toml allows, with hashes, for Python 3.11 and later.
 lock: $(VENV)/.base

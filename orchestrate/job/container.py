@@ -1,6 +1,6 @@
 """Settings of node containers, the same under Compose, Swarm, Kubernetes and Slurm. Pure.
 
-`docker-compose.yml` repeats them as literals; tests/test_targets.py compares all targets.
+`docker-compose.yml` repeats them as literals; tests/unit/export/test_equal_containers.py compares all targets.
 """
 
 from __future__ import annotations

@@ -47,7 +47,6 @@ Exception raised from run at /pytorch/torch/csrc/distributed/c10d/ProcessGroupNC
 frame #0: c10::Error::Error() + 0x96 (0x7f10 in libc10.so)
 frame #1: clone + 0x44 (0x7f20 in libc.so.6)
 """
-
 open_ended = sys.argv[1] == "until-asked"
 fault = sys.argv[2] if len(sys.argv) > 2 else ""
 timeout = float(sys.argv[3]) if len(sys.argv) > 3 else 0.0

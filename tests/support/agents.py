@@ -3,22 +3,24 @@
 import json
 import os
 import select
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT
 
 from orchestrate.node.auth import Signer
 from support.ends import KEY
 from support.optional import not_none
+from support.repo import ROOT
+from support.waiting import eventually
 
 NODE = str(ROOT / "orchestrate" / "node")
 PIPE = str(ROOT / "orchestrate" / "node" / "pipe.py")
 PRELOAD = "colorsys"  # a module that nothing else imports: if it is already imported, the worker was forked
-
 BEFORE = f"""
 import runpy, sys
 sys.path.insert(0, {str(ROOT)!r})
@@ -133,3 +135,29 @@ def waiting(tmp_path, request):
     yield node
     node.end()
     assert not (tmp_path / "s").exists()
+
+
+def dial(path: Path) -> socket.socket:
+    """Connect to a node, which may not be listening yet."""
+
+    def connected() -> socket.socket | None:
+        sock = socket.socket(socket.AF_UNIX)
+        sock.settimeout(30)
+        try:
+            sock.connect(str(path))
+            return sock
+        except OSError:
+            sock.close()
+            return None
+
+    return eventually(connected)
+
+
+# Drops all capabilities of the node's process, as in a container; its child processes have none either.
+WITHOUT_CAPABILITIES = """
+import ctypes
+libc = ctypes.CDLL(None)
+for number in range(64):
+    libc.prctl(24, number, 0, 0, 0)  # PR_CAPBSET_DROP
+assert not libc.capset((ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)())
+"""

@@ -1,26 +1,32 @@
 """Commands in this process, on a scripted engine: what they decide, without any node."""
 
 import contextlib
+import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
 
 from orchestrate.cli.main import main
 from orchestrate.engines import choice
+from orchestrate.engines.base import JobState
 from orchestrate.engines.recording import RecordingEngine
 from orchestrate.files import records
 from orchestrate.files.paths import JobPaths
 from orchestrate.job import store
 from orchestrate.job.events import Event
+from orchestrate.job.logs import Follower
 from orchestrate.job.outcomes import WorkerExit
 from orchestrate.job.recorder import Recorder
 from orchestrate.job.spec import JobSpec
+from orchestrate.supervise import launch
+from orchestrate.view.screen import Shown
 from support.optional import not_none
 from support.plans import HERE, Site, plan
+from support.repo import ROOT
 
 HOLDS = (
     "import pathlib, sys\nfrom orchestrate.files import lock\nfrom orchestrate.files.paths import JobPaths\n"
@@ -83,11 +89,70 @@ def noted(paths: JobPaths, *events: Event) -> None:
 
 
 @pytest.fixture
-def do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Commands:
-    return Commands(tmp_path, monkeypatch, capsys)
+def runs(tmp_path: Path) -> Path:
+    """The folder for run directories."""
+    return tmp_path
+
+
+@pytest.fixture
+def do(runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Commands:
+    return Commands(runs, monkeypatch, capsys)
 
 
 @pytest.fixture
 def paths(tmp_path: Path) -> JobPaths:
     """The files of a job that is about to start."""
     return create(JobPaths(tmp_path / "a-1"))
+
+
+def end(paths: JobPaths, outcome: str = "succeeded", reason: str = "finished") -> None:
+    facts: dict[str, object] = {"root_cause": None, "failures": [], "pace": [], "left_behind": "", "generations": 1}
+    facts |= {"job_id": paths.root.name, "world_size": 3, "duration_s": 1.0}
+    records.write(paths.report, json.dumps({"outcome": outcome, "reason": reason, **facts}))
+
+
+def runs_elsewhere(folder: Path, name: str = "a-1", owner: int = -1, sees: str = "job") -> JobState:
+    return JobState(name, "docker", 3, folder / sees, owner)
+
+
+class Meanwhile:
+    """A clock whose `sleep` calls a function."""
+
+    def __init__(self, happens) -> None:
+        self.happens = happens
+
+    def sleep(self, seconds: float) -> None:
+        self.happens()
+
+    def time(self) -> float:
+        return 0.0
+
+
+SPEC = JobSpec(trainers=2, grace=0.01, command=("-m", "app.train"))
+
+
+# --- supervision and report
+
+
+def supervise(paths: JobPaths, engine: Whole, stops=lambda: 0, follower: Follower | None = None) -> tuple[dict, list]:
+    shown: list[str] = []
+    return launch.supervise(paths, engine, stops, Shown(shown.append), follower), shown
+
+
+NOT_OURS = f"has no record: {records.FOREIGN}"
+NO_DOCKER = {"DOCKER_HOST": "unix:///nowhere.sock"}
+
+
+# --- as a separate process
+
+
+def process(*arguments: str, shell: str = "", **env: str) -> subprocess.CompletedProcess[bytes]:
+    """Run `python -m orchestrate ARGUMENTS` with redirections of a shell, in the environment of this test."""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "LC_", "LANG"))}
+    command = f'exec "$0" -m orchestrate "$@" {shell}'
+    return subprocess.run(
+        ["sh", "-c", command, sys.executable, *arguments],
+        env=kept | {"PYTHONPATH": str(ROOT)} | NO_DOCKER | env,
+        capture_output=True,
+        timeout=120,
+    )

@@ -2,8 +2,10 @@
 
 import contextlib
 import json
+import os
 import socket
 import threading
+from pathlib import Path
 from typing import Any
 
 from orchestrate.engines.connection import NodeConnection
@@ -81,3 +83,15 @@ def greeted(link: NodeConnection, node: End) -> None:
     meets.start()
     assert link.greet(30)
     meets.join()
+
+
+# --- sockets in folders
+
+
+def listening(folder: Path, name: str) -> socket.socket:
+    """Listen on a Unix socket in a folder, whose path may exceed the limit of socket addresses."""
+    server, descriptor = socket.socket(socket.AF_UNIX), os.open(folder, os.O_PATH)
+    server.bind(f"/proc/self/fd/{descriptor}/{name}")
+    os.close(descriptor)
+    server.listen()
+    return server

@@ -8,7 +8,10 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from conftest import DOCKER_REQUIRED, die_with_parent, eventually
+
+from support.leftovers import DOCKER_REQUIRED
+from support.processes import die_with_parent
+from support.waiting import eventually
 
 
 class Engine:

@@ -8,7 +8,10 @@ import signal
 import subprocess
 from collections.abc import Callable
 
-from conftest import Cli, docker, environ, eventually
+from support.cli import Cli
+from support.leftovers import docker
+from support.processes import environ
+from support.waiting import eventually
 
 OPTIONS = ("--gpus", "none", "--set", "grace=5s")
 
@@ -133,3 +136,6 @@ def complete(steps: list[tuple[int, int]], last: int = 0) -> bool:
     """
     within = all(one[1] != other[1] or other[0] == one[0] + 1 for one, other in zip(steps, steps[1:]))
     return bool(steps) and within and steps[0] == (1, 0) and steps[-1][0] == (last or steps[-1][0] // 10 * 10)
+
+
+ALONE = ("run", "--engine", "docker", "--trainers", "0", "--gpus", "none")

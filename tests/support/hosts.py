@@ -10,7 +10,8 @@ import subprocess
 from pathlib import Path
 from typing import IO, BinaryIO
 
-from conftest import descendants, die_with_parent, eventually, gone
+from support.processes import descendants, die_with_parent, gone
+from support.waiting import eventually
 
 SLOTS = 16  # swarms on this machine at once, each of a different test run
 VXLAN = ("-p", "udp", "--dport", "4789")  # traffic of overlay networks

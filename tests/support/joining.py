@@ -11,10 +11,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from conftest import ROOT, eventually
 
 from orchestrate.engines.ports import free_port
 from support.optional import not_none
+from support.repo import ROOT
+from support.waiting import eventually
 
 # Docker's DNS and the GPUs are fake; messages of trainers come from addresses of the loopback interface.
 BOOT = """

@@ -7,7 +7,9 @@ import subprocess
 import sys
 
 import pytest
-from conftest import DOCKER_REQUIRED, die_with_parent
+
+from support.leftovers import DOCKER_REQUIRED
+from support.processes import die_with_parent
 
 LISTENS = """
 import socket, sys
@@ -17,7 +19,6 @@ print("ready", flush=True)
 while True:
     server.accept()
 """
-
 NUMBERS = itertools.count()  # a removed namespace and its links disappear some time later
 
 

@@ -12,12 +12,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import MARK, die_with_parent, eventually
 
 from orchestrate.files.folder import Folder
 from orchestrate.storage.fetch import never, restore
 from orchestrate.storage.mirror import Mirror
 from orchestrate.storage.store import Store, open_store
+from support.processes import MARK, die_with_parent
+from support.repo import ROOT, SCRIPTS
+from support.waiting import eventually
 
 KEY_ID, SECRET = "THEKEYID", "the/secret+of=this-test"
 
@@ -170,3 +172,28 @@ class Trigger:
         if self.left == 0:
             self.action()
         return False
+
+
+MIB = 1 << 20
+BIG = 64 * MIB
+
+
+def run_mirror(store, saved, *arguments) -> subprocess.CompletedProcess:
+    """Copy in another process."""
+    command = [sys.executable, str(SCRIPTS / "mirror.py"), store.url, str(saved.path), *map(str, arguments)]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+
+
+URL = "s3://bucket/train"
+
+
+@pytest.fixture
+def bucket(rclone, tmp_path, monkeypatch):
+    """A folder of a bucket with two files."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = tmp_path / "served" / "bucket" / "train"
+    (folder / "sub").mkdir(parents=True)
+    (folder / "a").write_text("A")
+    (folder / "sub" / "b").write_text("B")
+    return folder

@@ -11,12 +11,14 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from conftest import DOCKER_REQUIRED, Cli, descendants
 
 from orchestrate.engines import check_cache
 from orchestrate.job.gpus import Gpu, look, offer, read, why_none
 from orchestrate.job.spec import IMAGE
+from support.cli import Cli
 from support.faults import Background, node_pid
+from support.leftovers import DOCKER_REQUIRED
+from support.processes import descendants
 from support.warm_cluster import Ready, of_each_engine
 
 GPU_REQUIRED = os.environ.get("ORCHESTRATE_REQUIRE_GPU") == "1"

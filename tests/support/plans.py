@@ -46,3 +46,8 @@ def plan(spec: JobSpec, site: tuple[Inventory, Placement], job_id: str, port: in
 
 def with_gpus(count: int) -> Site:
     return HERE.but(gpus=tuple(f"GPU-{i}" for i in range(count)))
+
+
+def spec(**more: Any) -> JobSpec:
+    defaults: dict[str, Any] = {"image": "mine:1", "command": ("work.py",)}
+    return JobSpec(**defaults | more)

@@ -4,9 +4,9 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from conftest import Cli, leftovers
-
+from support.cli import Cli
 from support.faults import OPTIONS
+from support.leftovers import leftovers
 
 
 def of_each_engine(make: Callable[[str], "Ready"]) -> Iterator[Callable[[str], "Ready"]]:

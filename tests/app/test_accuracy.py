@@ -1,0 +1,67 @@
+"""The app must reach its target accuracy, and save files that can be read again."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from support.mnist import write_mnist
+from support.repo import ROOT
+from torch.nn import functional as F
+
+from app import data
+
+
+@pytest.fixture(scope="session")
+def digits():
+    return [*data.digits(4000, seed=1), *data.digits(1000, seed=2)]
+
+
+def test_the_same_seed_must_draw_the_same_digits():
+    first, again, other = (data.digits(300, seed)[0] for seed in (1, 1, 2))
+    assert torch.equal(first, again) and not torch.equal(first, other)
+    assert (first.shape, first.dtype) == ((300, 28, 28), torch.uint8)
+
+
+def test_the_digits_must_be_hard_for_a_linear_model(digits):
+    images, labels, test_images, test_labels = digits
+    torch.manual_seed(0)
+    inputs = data.normalised(images.unsqueeze(1)).flatten(1)
+    model = torch.nn.Linear(784, 10)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    for _ in range(20):
+        for part in torch.randperm(len(inputs)).split(64):
+            optimizer.zero_grad()
+            F.cross_entropy(model(inputs[part]), labels[part]).backward()
+            optimizer.step()
+    correct = model(data.normalised(test_images.unsqueeze(1)).flatten(1)).argmax(1) == test_labels
+    assert 0.6 < correct.float().mean() < 0.92
+
+
+def train(tmp_path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Train in one process, without orchestrate."""
+    return subprocess.run(
+        [sys.executable, "-m", "app.train", "--data", str(tmp_path), *arguments],
+        cwd=ROOT,
+        env={key: value for key, value in os.environ.items() if key != "RANK"} | {"JOB_DIR": str(tmp_path / "job")},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def test_the_original_mnist_files_must_be_read_from_a_folder(tmp_path):
+    write_mnist(tmp_path, 500)
+    done = train(tmp_path, "--dataset", "mnist", "--epochs", "1")
+    assert done.returncode == 0, done.stderr
+    (record,) = [line for line in (tmp_path / "job" / "metrics.jsonl").read_text().splitlines() if "epoch" in line][-1:]
+    assert json.loads(record)["step"] == 8  # 500 images, 64 at a time
+
+
+def test_a_folder_without_mnist_must_be_refused_without_a_download(tmp_path):
+    done = train(tmp_path, "--dataset", "mnist")
+    assert done.returncode == 1
+    assert f"error: no mnist in {tmp_path}: Dataset not found" in done.stderr
+    assert "hint: set --data to the folder" in done.stderr

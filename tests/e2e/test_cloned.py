@@ -1,0 +1,49 @@
+"""A cloned project that contains run directories, on a real engine."""
+
+import os
+import shutil
+import subprocess
+
+import pytest
+from support.leftovers import docker
+from support.victims import facts
+
+from orchestrate.files.paths import JobPaths
+
+GIT = ("git", "-c", "user.name=me", "-c", "user.email=me@localhost", "-c", "init.defaultBranch=main")
+
+
+# --- on a real engine
+
+
+@pytest.mark.docker
+def test_a_clone_that_contains_a_cluster_must_not_mount_anything_of_the_host(cli, docker_engine, nothing_left, victim):
+    """The cluster was created with `up`; its files were then edited and committed."""
+    origin = cli.folder / "origin"
+    shutil.copytree(cli.folder, origin, ignore=shutil.ignore_patterns("origin", "victim"))
+    options: tuple[str, ...] = ("--engine", "docker", "--trainers", "0", "--gpus", "none")
+    options += ("--set", "user=root") if os.geteuid() == 0 else ()  # the owner of the link targets
+    name = cli("up", *options, "--runs", "origin/runs").stdout.strip()
+    cluster = JobPaths(origin / "runs" / name)
+    shutil.copytree(cluster.root, cli.folder / "kept", symlinks=True, ignore=shutil.ignore_patterns("sockets", "nodes"))
+    assert cli("down", name, "--runs", "origin/runs").returncode == 0
+    shutil.copytree(cli.folder / "kept", cluster.root, symlinks=True)
+    cluster.plan.write_text(cluster.plan.read_text().replace(str(cli.folder), str(cli.folder / "clone")))
+    cluster.nodes.symlink_to("../../../victim/nodes")
+    cluster.sockets.symlink_to(victim / "sockets")
+    (origin / "look.py").write_text("import os, socket\nprint(socket.gethostname(), os.listdir('/job'))\n")
+    for arguments in (("init", "-q"), ("add", "-A", "-f"), ("commit", "-qm", "evil")):
+        subprocess.run([*GIT, *arguments], cwd=origin, check=True)
+    clone = cli.folder / "clone"
+    subprocess.run([*GIT, "clone", "-q", str(origin), str(clone)], check=True)
+    assert (clone / "runs" / name / "nodes").is_dir()
+    before = facts(victim)
+    cli.folder = clone
+    done = cli("run", *options, "--", "look.py")
+    assert done.returncode == 0, done.stderr
+    (log,) = clone.glob("runs/look-*/logs/rank-0.log")
+    assert "file" not in log.read_text() and name not in done.stderr
+    assert facts(victim) == before and not docker("ps", "-aq", "--filter", f"label=orchestrate.job={name}").strip()
+    for project in (origin, clone):
+        (project / "runs" / name / "sockets").unlink()
+    cli.folder = clone.parent

@@ -1,0 +1,67 @@
+"""What nodes see of the folders that a job names: data and mounts."""
+
+import textwrap
+
+import pytest
+
+SCRIPT = textwrap.dedent("""
+    import os, pathlib, sys
+    data = pathlib.Path(os.environ["DATA_TRAIN"])
+    print("argument", sys.argv[1] == str(data), "data", sorted(os.listdir(data)), (data / "a").read_text())
+    for path in (data, pathlib.Path("/models"), pathlib.Path("/cache")):
+        try:
+            (path / "written").write_text("x")
+            print(path.name, "written")
+        except OSError as error:
+            print(path.name, error.strerror)
+""")
+OPTIONS = ("--trainers", "0", "--gpus", "none")
+
+
+@pytest.fixture
+def given(cli):
+    """The command line in a folder with data, a model and a cache."""
+    for name in ("data/a", "models/m", "cache/c"):
+        (cli.folder / name).parent.mkdir()
+        (cli.folder / name).write_text(name)
+    (cli.folder / "cache").chmod(0o777)
+    (cli.folder / "uses.py").write_text(SCRIPT)
+    return cli
+
+
+@pytest.mark.docker
+def test_nodes_must_see_data_and_mounts_read_only_unless_a_job_asks_for_more(given, docker_engine, nothing_left):
+    mounts = ("--mount", "models:/models", "--mount", "./cache:/cache:rw")
+    done = given("run", *OPTIONS, "--data", "train=data", *mounts, "uses.py", "$DATA_TRAIN")
+    assert done.returncode == 0, done.stderr
+    assert given.log(0).splitlines()[-4:] == [
+        *("argument True data ['a'] data/a", "train Read-only file system", "models Read-only file system"),
+        "cache written",
+    ]
+    assert (given.folder / "cache" / "written").read_text() == "x"
+    assert f"data:\n  train: {given.folder}/data\n" in (given.run_dir() / "job.yaml").read_text()
+
+
+def test_local_processes_must_see_data_at_its_own_path(given, nothing_left):
+    run = ("run", "--engine", "process", *OPTIONS, "--data", "train=data", "uses.py", "${DATA_TRAIN}")
+    done = given(*run)
+    assert done.returncode == 0, done.stderr
+    assert "argument True data ['a'] data/a\n" in given.log(0)
+    done = given(*run[:5], "--mount", "models:/models", "uses.py")
+    assert (done.returncode, "the process engine does not support mounts" in done.stderr) == (2, True)
+
+
+@pytest.mark.docker
+def test_a_cluster_must_have_the_mounts_of_its_jobs(given, docker_engine, nothing_left):
+    assert given("up", *OPTIONS, "--data", "train=data").returncode == 0
+    done = given("run", *OPTIONS, "--data", "train=data", "uses.py", "$DATA_TRAIN")
+    assert ("argument True" in done.stdout, "not using" in done.stderr) == (True, False), done.stderr
+    done = given("run", *OPTIONS, "--data", "train=models", "uses.py", "x")
+    assert "not using cluster-" in done.stderr and "data is {'train': " in done.stderr
+    assert given("down", "cluster").returncode == 0
+
+
+@pytest.mark.parametrize("target", ["kubernetes", "slurm", "compose"])
+def test_folders_of_this_machine_must_not_be_exported(given, target):
+    done = given("export", target, "--gpus", "none", "--data", "train=data", "uses.py")
+    assert (done.returncode, "data and mounts are for this machine only" in done.stderr) == (2, True)

@@ -1,0 +1,14 @@
+"""`run --resume`."""
+
+
+def test_run_must_resume_a_job(cli, nothing_left):
+    (cli.folder / "fails.py").write_text("import os, sys; sys.exit(os.path.exists('fail'))\n")
+    (cli.folder / "fail").touch()
+    run = ("run", "--engine", "process", "--trainers", "0", "--max-restarts", "0")
+    assert cli(*run, "fails.py").returncode == 1
+    (cli.folder / "fail").unlink()
+    refused = cli("run", "--resume", "latest", "fails.py")
+    assert (refused.returncode, "uses the script and the settings of the job" in refused.stderr) == (2, True)
+    done = cli("run", "--resume", "latest")
+    assert done.returncode == 0, done.stderr
+    assert cli.report()["generations"] == 2

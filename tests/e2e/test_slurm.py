@@ -1,0 +1,140 @@
+"""The sbatch script on a real Slurm cluster of two machines: Debian's, in a container."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+from support.faults import complete
+from support.leftovers import docker
+from support.odd_text import odd
+from support.optional import not_none
+from support.repo import ROOT
+from support.waiting import eventually
+
+from orchestrate.job.layers import resolve
+
+pytestmark = [pytest.mark.docker, pytest.mark.slow]
+IMAGE, HERE = "orchestrate-slurm:test", ROOT / "tests" / "slurm"
+
+
+@pytest.fixture(scope="module")
+def slurm_image(docker_engine):
+    done = subprocess.run(
+        ["docker", "build", "--network", os.environ.get("BUILD_NETWORK", "default"), "--tag", IMAGE, str(HERE)],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+class Slurm:
+    """A container with slurmctld and two slurmd, with the project and the test's folder mounted at their own paths."""
+
+    def __init__(self, cli) -> None:
+        self.cli = cli
+        names = ["--hostname", "slurm", "--add-host", "n1:127.0.0.1", "--add-host", "n2:127.0.0.1"]
+        mounts = [
+            "--volume",
+            f"{ROOT}:{ROOT}:ro",
+            "--volume",
+            f"{cli.folder}:{cli.folder}",
+            "--workdir",
+            str(cli.folder),
+        ]
+        start = ["--volume", f"{HERE / 'start'}:/start:ro", "--entrypoint", "/start", IMAGE]
+        self.container = docker("run", "--detach", "--init", *names, *mounts, *start).strip()
+        eventually(lambda: self("sinfo", "--noheader", "--format", "%T").split() == ["idle"])
+
+    def __call__(self, *command: str) -> str:
+        done = subprocess.run(["docker", "exec", self.container, *command], capture_output=True, text=True)
+        return done.stdout
+
+    def submit(self, *arguments: str, env: tuple[str, ...] = ()) -> str:
+        """Export a job, with the container's own interpreter, and submit it with the variables `env`; return its id."""
+        done = self.cli("export", "slurm", "--gpus", "none", "--trainers", "1", *arguments)
+        assert done.returncode == 0, done.stderr
+        script = self.cli.folder / "job.sh"
+        script.write_text(done.stdout.replace(sys.executable, "/opt/venv/bin/python"))
+        return self("env", *env, "sbatch", "--parsable", str(script)).strip()
+
+    def state(self, job: str) -> str:
+        return not_none(re.search(r"JobState=(\w+)", self("scontrol", "show", "job", job)))[1]
+
+    def log(self, name: str, rank: int) -> str:
+        path = self.cli.folder / "runs" / name / "logs" / f"rank-{rank}.log"
+        return path.read_text() if path.exists() else ""
+
+    def output(self) -> str:
+        return "".join(path.read_text() for path in self.cli.folder.glob("slurm-*.log"))
+
+
+@pytest.fixture
+def slurm(cli, slurm_image, nothing_left):
+    cluster = Slurm(cli)
+    yield cluster
+    docker("rm", "--force", "--volumes", cluster.container)
+
+
+def steps(text: str) -> list[tuple[int, int]]:
+    return [(int(step), int(generation)) for step, generation in re.findall(r"^step (\d+) in (\d+)$", text, re.M)]
+
+
+def test_a_script_must_train_on_two_machines(slurm):
+    shutil.copy(ROOT / "examples" / "allreduce.py", slurm.cli.folder)
+    job = slurm.submit("--nproc-per-node", "2", "--", "allreduce.py")
+    eventually(lambda: slurm.state(job) in ("COMPLETED", "FAILED"))
+    assert slurm.state(job) == "COMPLETED", slurm.output()
+    for rank in range(4):
+        assert slurm.log("allreduce", rank).endswith(f"rank {rank} of 4: the ranks add up to 6\n")
+
+
+def test_variables_and_arguments_must_reach_the_workers_and_secrets_only_from_sbatch(slurm):
+    arguments, secret = odd(50), "it's $HOME\n"
+    env = {f"ODD_{number}": text for number, text in enumerate(arguments)} | {"stop": "a", "UID": "b"}
+    file = slurm.cli.folder / "job.yaml"
+    file.write_text(resolve({"command": ["probe.py", *arguments], "env": env | {"HF_TOKEN": "canary"}}).to_yaml())
+    job = slurm.submit(str(file), env=(f"HF_TOKEN={secret}",))
+    eventually(lambda: slurm.state(job) in ("COMPLETED", "FAILED"))
+    assert slurm.state(job) == "COMPLETED", slurm.output()
+    for rank in range(2):
+        seen = json.loads(slurm.log("probe", rank))
+        assert seen["args"] == arguments and seen["env"].items() >= (env | {"HF_TOKEN": secret}).items()
+    assert "canary" not in (slurm.cli.folder / "job.sh").read_text()
+    job = slurm.submit(str(file))
+    eventually(lambda: slurm.state(job) in ("COMPLETED", "FAILED"))
+    assert slurm.state(job) == "FAILED" and "set HF_TOKEN in the environment of sbatch" in slurm.output()
+
+
+def test_a_killed_worker_must_restart_the_gang_from_its_checkpoint(slurm):
+    job = slurm.submit("--", "count.py", "until-restarted")
+    eventually(lambda: len(steps(slurm.log("count", 1))) > 25 and len(steps(slurm.log("count", 0))) > 25)
+    pid = re.findall(r"pid (\d+)", slurm.log("count", 1))[-1]
+    slurm("bash", "-c", f"kill -KILL {pid}")
+    eventually(lambda: slurm.state(job) in ("COMPLETED", "FAILED"))
+    assert slurm.state(job) == "COMPLETED", slurm.output()
+    for rank in range(2):
+        assert complete(steps(slurm.log("count", rank)))
+    assert {generation for _, generation in steps(slurm.log("count", 1))} == {0, 1}
+    assert "generation 0 ended with exit code 137" in slurm.output()
+
+
+def test_a_job_must_save_before_its_time_limit(slurm):
+    job = slurm.submit("--", "count.py", "100000")
+    eventually(lambda: len(steps(slurm.log("count", 1))) > 15)
+    slurm("scancel", "--batch", "--signal=TERM", job)  # the signal that Slurm sends before the time limit
+    eventually(lambda: slurm.state(job) not in ("RUNNING", "COMPLETING"))
+    last = steps(slurm.log("count", 1))[-1]
+    assert last[1] == 0  # still the first generation
+    assert (slurm.cli.folder / "runs" / "count" / "checkpoints" / "rank-1").read_text() == str(last[0])
+
+
+def test_a_script_that_cannot_succeed_must_not_be_retried(slurm):
+    (slurm.cli.folder / "usage.py").write_text("raise SystemExit(2)\n")
+    job = slurm.submit("--", "usage.py")
+    eventually(lambda: slurm.state(job) in ("COMPLETED", "FAILED"))
+    assert slurm.state(job) == "FAILED"
+    assert "generation" not in slurm.output()

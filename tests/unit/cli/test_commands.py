@@ -1,0 +1,382 @@
+"""Output and exit codes of commands on existing jobs; on a scripted engine."""
+
+import contextlib
+import json
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from support.commanded import Meanwhile, create, end, runs_elsewhere, supervised
+from support.optional import not_none
+from support.repo import ROOT
+from support.scripted import ALL_WELL
+from support.waiting import eventually
+
+from orchestrate.cli import attach, commands
+from orchestrate.cli.main import main
+from orchestrate.doctor import checks
+from orchestrate.engines import choice
+from orchestrate.engines.base import JobState
+from orchestrate.files import lock, records
+from orchestrate.files.paths import JobPaths
+from orchestrate.job.spec import JobSpec
+from orchestrate.supervise.generation import BY_MAX_RUN, BY_USER
+
+
+@pytest.fixture
+def engine(do):
+    return do.engine
+
+
+# --- finding a job
+
+
+@pytest.mark.parametrize(
+    ("asked", "found"),
+    [
+        ("a-1", "a-1"),  # not a-12, of which it is a prefix
+        ("a-12", "a-12"),
+        ("b", "b-1"),
+        ("c-1", "c-1"),
+        ("c", "c-2"),  # the running one
+        ("a", "a matches 2 jobs"),
+        ("d", "no such job: d"),
+        ("z-1", "no such job: z-1"),  # a cluster
+        ("y", "no such job: y"),
+    ],
+)
+def test_a_job_must_be_found_by_its_name_or_a_unique_prefix(do, engine, tmp_path, asked, found):
+    for name in ("a-1", "a-12", "b-1", "c-1", "c-2", "z-1"):
+        create(JobPaths(tmp_path / name), cluster="z-1" if name == "z-1" else "")
+    records.forget(create(JobPaths(tmp_path / "b")).root)  # as if it came with the project
+    cluster = create(JobPaths(tmp_path / "elsewhere" / "y-1"), cluster="y-1").root
+    engine.states = [runs_elsewhere(tmp_path / "c-2", "c-2"), runs_elsewhere(cluster, "y-1", sees="nodes")]
+    code, out, err = do("rm", asked, "--dry-run")
+    if " " in found:
+        assert (code, out, err[0]) == (2, [], f"error: {found}")
+        known = "a-12, a-1" if asked == "a" else "b, c-2, c-1, b-1, a-12, a-1"  # the newest first
+        assert err[1] == f"hint: jobs in {tmp_path}: {known}"
+    else:
+        assert (code, out) == (0, [f"folder {tmp_path / found}"])
+
+
+def test_of_many_matching_jobs_only_the_newest_must_be_listed(do, tmp_path):
+    for number in range(10, 20):
+        create(JobPaths(tmp_path / f"a-{number}"))
+    names = "a-19, a-18, a-17, a-16, a-15, a-14, a-13, a-12 and 2 more"
+    assert do("rm", "a")[2] == ["error: a matches 10 jobs", f"hint: jobs in {tmp_path}: {names}"]
+
+
+def test_a_running_job_must_be_found_from_any_folder(do, engine, tmp_path):
+    far = create(JobPaths(tmp_path / "far" / "a-1"))
+    far.log(0).write_text("hello\n")
+    engine.states = [runs_elsewhere(far.root)]
+    assert do("logs", "a-1") == (0, ["[0] hello"], [])
+    create(JobPaths(tmp_path / "a-1"))  # for example a copy of its files
+    assert do("rm", "a-1", "--dry-run") == (0, [f"folder {far.root}"], [])
+
+
+def test_an_empty_runs_folder_must_be_named(do, engine, tmp_path):
+    hint = f"hint: no jobs in {tmp_path}; use --runs to select another folder"
+    assert do("logs", "a") == (2, [], ["error: no such job: a", hint])
+    assert do("logs") == (2, [], [f"error: no jobs in {tmp_path}", "hint: use --runs to select another folder"])
+
+
+def test_a_hint_must_list_only_jobs_in_the_folder(do, engine, tmp_path):
+    create(JobPaths(tmp_path / "a-1"))
+    engine.states = [runs_elsewhere(create(JobPaths(tmp_path / "far" / "b-1")).root, "b-1")]
+    assert do("logs", "c")[2][1] == f"hint: jobs in {tmp_path}: a-1"
+
+
+def test_a_job_must_be_found_by_its_run_directory(do, tmp_path, monkeypatch):
+    far = create(JobPaths(tmp_path / "far" / "a-1"))
+    far.log(0).write_text("hello\n")
+    monkeypatch.chdir(tmp_path)
+    for name in ("far/a-1", "far/a-1/", "./far/a", f"{far.root}", f"../{tmp_path.name}/far/a-1"):
+        assert do("logs", name) == (0, ["[0] hello"], [])
+    assert do("rm", "far/a-1", "--dry-run") == (0, [f"folder {far.root}"], [])
+
+
+def test_latest_must_mean_the_job_that_was_created_last(do, tmp_path):
+    for place, name in enumerate(("b-1", "c-1", "a-1", "z-1", "y-1")):
+        paths = create(JobPaths(tmp_path / name), cluster=name if name == "y-1" else "")
+        paths.log(0).write_text(f"{name}\n") if name != "y-1" else None
+        os.utime(paths.spec, ns=(0, place))
+    records.forget(tmp_path / "z-1")  # as if it came with the project
+    for arguments in (["logs"], ["logs", "latest"]):
+        assert do(*arguments) == (0, ["[0] a-1"], [])
+    assert do("rm", "latest", "--dry-run") == (0, [f"folder {tmp_path / 'a-1'}"], [])
+
+
+@pytest.mark.parametrize("command", ["stop", "rm"])
+def test_stop_and_rm_must_require_a_job(do, tmp_path, command):
+    create(JobPaths(tmp_path / "a-1"))
+    code, out, err = do(command)
+    assert (code, out, err[0]) == (2, [], "error: the following arguments are required: JOB")
+
+
+# --- following
+
+
+@pytest.mark.parametrize(
+    ("outcome", "reason", "code"),
+    [
+        ("succeeded", "finished", 0),
+        ("failed", "max_restarts is 1", 1),
+        ("stopped", BY_USER, 130),
+        ("stopped", BY_MAX_RUN, 124),
+        ("lost", "no answer", 5),
+    ],
+)
+def test_wait_and_attach_must_exit_as_an_ended_job_did_without_an_engine(do, paths, monkeypatch, outcome, reason, code):
+    monkeypatch.setattr(choice, "available_engines", lambda: 1 / 0)  # no engine is asked
+    end(paths, outcome, reason)
+    paths.log(0).write_text("shown before\n")
+    assert do("wait", "a-1") == (code, [], [])
+    ended, out, err = do("attach", "a-1")
+    assert (ended, out, err[-1]) == (code, [], str(paths.root))
+    assert err[0].startswith(f"{outcome}: 3 workers")
+
+
+def test_wait_must_not_miss_an_end_between_two_checks(do, paths, monkeypatch):
+    monkeypatch.setattr(lock, "holder", lambda _: end(paths))  # it ends just before its supervisor is checked
+    assert do("wait", "a-1") == (0, [], [])
+
+
+def test_wait_must_wait_for_the_end(do, paths, monkeypatch):
+    monkeypatch.setattr(commands, "time", Meanwhile(lambda: end(paths, "failed")))
+    with supervised(paths.root):
+        assert do("wait", "a-1") == (1, [], [])
+
+
+def test_logs_must_show_what_was_written_just_before_the_end(do, paths, monkeypatch):
+    paths.log(0).write_text("first\n")
+
+    def holder(_) -> int:
+        with paths.log(0).open("a") as file:
+            file.write("last, without a newline")
+        return 0
+
+    monkeypatch.setattr(lock, "holder", holder)
+    expected = ["error: a-1 has no supervisor, so no result will be reported", "hint: python -m orchestrate attach a-1"]
+    assert do("logs", "a-1", "-f", "--rank", "0") == (1, ["first", "last, without a newline"], expected)
+    assert do("logs", "a-1", "--rank", "0")[0] == 0
+
+
+def test_logs_of_a_rank_without_output_must_say_so(do, paths):
+    end(paths)
+    assert do("logs", "a-1", "--rank", "0") == (0, [], ["no output of rank 0"])
+    assert do("logs", "a-1") == (0, [], ["no output of any rank"])
+
+
+def test_logs_must_follow_only_on_request_and_only_until_the_job_ends(do, paths, monkeypatch):
+    paths.log(0).write_text("one\ntw")
+    with supervised(paths.root):
+        assert do("logs", "a-1", "--rank", "0")[1] == ["one", "tw"]
+
+        def more() -> None:
+            with paths.log(0).open("a") as file:
+                file.write("o\nthree\n")
+            end(paths)
+
+        monkeypatch.setattr(commands, "time", Meanwhile(more))
+        assert do("logs", "a-1", "--rank", "0", "-f")[1] == ["one", "two", "three"]
+
+
+def test_followed_logs_must_be_printed_immediately(paths, tmp_path):
+    paths.log(0).write_text("one\n")
+    env = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"} | {"PYTHONPATH": str(ROOT)}
+    follow = [sys.executable, "-m", "orchestrate", "logs", "a-1", "-f", "--rank", "0", "--runs", str(tmp_path)]
+    with supervised(paths.root), subprocess.Popen(follow, env=env, stdout=subprocess.PIPE) as process:
+        try:
+            assert select.select([not_none(process.stdout)], [], [], 60)[0]
+            assert not_none(process.stdout).readline() == b"one\n"
+            end(paths)
+            assert (process.wait(timeout=60), not_none(process.stdout).read()) == (0, b"")
+        finally:
+            process.kill()
+
+
+def test_attach_must_follow_a_job_from_its_last_lines_to_its_end(do, paths, monkeypatch):
+    paths.log(0).write_text("".join(f"line {number}\n" for number in range(1000)))
+    ticks = iter(
+        [lambda: paths.log(1).write_text("one\ntw"), lambda: (paths.log(1).write_text("one\ntwo"), end(paths))]
+    )
+    monkeypatch.setattr(attach, "time", Meanwhile(lambda: next(ticks)()))
+    with supervised(paths.root) as other:
+        code, out, err = do("attach", "a-1")
+    assert code == 0 and len(err) == 3
+    assert err[0].startswith(f"following a-1, supervised by process {other.pid} ")
+    assert err[1:] == ["succeeded: 3 workers, 1.0 s", str(paths.root)]
+    assert out[-3:] == ["[0] line 999", "[1] one", "[1] two"]
+    assert len(out) < 1000
+
+
+def test_attach_must_supervise_a_job_that_has_no_supervisor(do, paths, engine):
+    engine.generations = [[ALL_WELL]]
+    paths.log(0).write_text("".join(f"line {number}\n" for number in range(1000)))
+    code, out, err = do("attach", "a-1")
+    assert code == 0 and out[-1] == "[0] line 999" and len(out) < 1000  # from the last lines
+    assert err[0] == "supervising a-1" and err[-2].startswith("succeeded: 3 workers")
+    assert engine.calls == ["up", "start", "down"]
+
+
+def test_attach_must_follow_if_another_supervisor_was_faster_and_ctrl_c_must_only_detach(
+    do, paths, engine, monkeypatch
+):
+    holder, calls = lock.holder, []
+    monkeypatch.setattr(lock, "holder", lambda of: holder(of) if calls else calls.append(of))
+    monkeypatch.setattr(attach, "time", Meanwhile(lambda: end(paths)))
+    with supervised(paths.root):
+        code, _, err = do("attach", "a-1")
+    assert code == 0 and engine.calls == []
+    assert any("following a-1, supervised by process " in line for line in err)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGTERM) == signal.getsignal(signal.SIGHUP) == signal.SIG_DFL
+
+
+def test_ps_must_show_running_idle_and_unsupervised_jobs(do, engine, tmp_path):
+    for name in ("alone", "cluster", "damaged", "ended", "new", "runs", "used"):
+        create(JobPaths(tmp_path / name), cluster=name if name in ("cluster", "used") else "")
+    create(JobPaths(tmp_path / "on-used"), cluster="used")
+    engine.states = [runs_elsewhere(tmp_path / name, name) for name in ("alone", "runs")]
+    engine.states += [runs_elsewhere(tmp_path / name, name, sees="nodes") for name in ("cluster", "used")]
+    (tmp_path / "damaged" / "plan.json").write_text("[" * 100_000)  # which must not hide the others
+    with contextlib.ExitStack() as stack:
+        for name in ("new", "damaged", "runs", "used", "on-used"):
+            stack.enter_context(supervised(tmp_path / name))
+        code, out, _ = do("ps")
+    assert code == 0
+    rows = [line.split(maxsplit=3) for line in out]
+    assert [row[:3] for row in rows] == [
+        ["NAME", "ENGINE", "NODES"],
+        ["alone", "docker", "3"],
+        ["runs", "docker", "3"],
+        ["cluster", "docker", "3"],
+        ["used", "docker", "3"],
+        ["on-used", "docker", "3"],
+        ["new", "docker", "0"],
+    ]
+    for row, state in zip(
+        rows[1:], ["no supervisor", "running", "idle, holds 3 MiB", "in use", "running on used", "running"]
+    ):
+        assert row[3].startswith(f"{state} ") and row[3].endswith(str(tmp_path / row[0]))
+
+
+def test_columns_must_be_aligned_and_without_jobs_only_the_header_shown(do, engine, tmp_path):
+    assert do("ps") == (0, ["NAME  ENGINE  NODES  STATE  RUN"], [])
+    engine.states = [runs_elsewhere(tmp_path / "a-long-name", "a-long-name")]
+    head, row = do("ps")[1]
+    assert all(row[head.index(word) - 2 : head.index(word)] == "  " for word in ("ENGINE", "NODES", "STATE", "RUN"))
+
+
+@pytest.mark.parametrize(
+    ("states", "code"),
+    [(["ok", "warning"], 0), (["ok", "error", "ok"], 4), (["error", "warning"], 4), ([], 0)],
+)
+def test_doctor_must_fail_if_a_finding_keeps_jobs_from_running(capsys, monkeypatch, states, code):
+    findings = [
+        checks.Finding(state, f"thing {number}", "do it" * (state == "error")) for number, state in enumerate(states)
+    ]
+    asked: list[str] = []
+    monkeypatch.setattr(checks, "doctor", lambda spec: (asked.append(spec.image), iter(findings))[1])
+    assert (main(["doctor", "--image", "mine:1"]), asked) == (code, ["mine:1"])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split() for line in lines if "hint" not in line] == [
+        [one.state, *one.what.split()] for one in findings
+    ]
+    assert sum("hint: do it" in line for line in lines) == states.count("error")
+
+
+# --- jobs of other versions
+
+
+OLD = "was created by another version of orchestrate, or its files were moved or copied"
+
+
+def old(do, folder: Path, how: str) -> Path:
+    """Create the nodes and the files of a cluster that this version cannot read; return its folder."""
+    paths = JobPaths(folder / "c-1")
+    paths.create_cluster()
+    run = paths.nodes
+    if how == "no limits":
+        create(JobPaths(folder / "kept"))
+        plan = json.loads((folder / "kept" / "plan.json").read_text())
+        del plan["limits"]
+        paths.plan.write_text(json.dumps(plan | {"job_id": "c-1"}))
+        shutil.copy(folder / "kept" / "job.yaml", paths.spec)
+        shutil.rmtree(folder / "kept")
+    elif how == "no folder":
+        shutil.rmtree(paths.root)
+        run = paths.root  # the folder that its nodes saw
+    do.engine.states = [JobState("c-1", "docker", 2, run, os.getuid())]
+    do.engine.things = ["container c-1-master-1", "container c-1-trainer-1", "network c-1_job"]
+    return paths.root
+
+
+@pytest.mark.parametrize("how", ["no limits", "no plan", "no folder"])
+@pytest.mark.parametrize("arguments", [["down", "c-1"], ["down", "c"], ["stop", "c-1"], ["rm", "c-1"], ["rm", "c"]])
+def test_nodes_of_another_version_must_be_reported_with_the_command_that_removes_them(do, tmp_path, how, arguments):
+    root = old(do, tmp_path, how)
+    where = f"; its files are in {root}" if how != "no folder" else ""
+    hint = f"docker rm -f c-1-master-1 c-1-trainer-1 && docker network rm c-1_job{where}"
+    assert do(*arguments) == (2, [], [f"error: c-1 {OLD}", f"hint: {hint}"])
+    assert do.engine.calls == [] and root.exists() == (how != "no folder")
+    if how != "no folder":  # after that command
+        do.engine.states, do.engine.things = [], []
+        assert do("down", "c-1") == (2, [], [f"error: c-1 {OLD}", f"hint: its files are in {root}"])
+
+
+def test_nodes_of_another_user_must_not_be_reported_as_from_another_version(do, tmp_path):
+    old(do, tmp_path, "no folder")
+    do.engine.states = [replace(do.engine.states[0], owner=os.getuid() + 1)]
+    assert (
+        do("down", "c-1")[2][0] == "error: no such cluster: c-1" and do("rm", "c-1")[2][0] == "error: no such job: c-1"
+    )
+
+
+def test_the_hint_must_kill_processes_of_another_version_by_id(do, tmp_path):
+    old(do, tmp_path, "no folder")
+    do.engine.things = ["process 12 (master)", "process 13 (trainer-1)", "folder /tmp/x y"]
+    assert do("stop", "c-1")[2][1] == "hint: kill 12 13 && rm -r '/tmp/x y'"
+
+
+# --- signals
+
+
+def next_line(capsys) -> str:
+    """The next line on stderr, printed by another thread."""
+    parts: list[str] = []
+    eventually(lambda: parts.append(capsys.readouterr().err) or "".join(parts).endswith("\n"))
+    assert "".join(parts).count("\n") == 1
+    return "".join(parts)
+
+
+def test_each_ctrl_c_and_sigterm_must_count_but_not_a_lost_terminal(capsys):
+    count = commands.count_signals(JobSpec(grace=7.0))
+    assert count() == 0
+    signal.raise_signal(signal.SIGHUP)
+    assert (count(), capsys.readouterr().err) == (0, "")
+    signal.raise_signal(signal.SIGINT)
+    first = next_line(capsys)
+    assert count() == 1 and "7 s" in first
+    signal.raise_signal(signal.SIGTERM)
+    assert (count(), next_line(capsys)) == (2, "killing the workers\n")
+
+
+@pytest.mark.parametrize("arguments", [["attach", "a-1"], ["logs", "a-1", "-f"], ["wait", "a-1"]], ids=" ".join)
+def test_ctrl_c_must_detach_from_a_job_and_say_that_it_continues(do, paths, monkeypatch, arguments):
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    for module in (attach, commands):
+        monkeypatch.setattr(module, "time", Meanwhile(interrupt))
+    with supervised(paths.root):
+        code, _, err = do(*arguments)
+    assert (code, err[-1]) == (130, "detached; a-1 is still running")

@@ -1,0 +1,38 @@
+"""Defaults of a user for all jobs."""
+
+import json
+
+import pytest
+
+
+@pytest.fixture
+def configured(do, tmp_path, monkeypatch):
+    """A function that writes the user's defaults."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    path = tmp_path / "config" / "orchestrate" / "defaults.yaml"
+    path.parent.mkdir(parents=True)
+    return path.write_text
+
+
+def plan(do, *arguments: str) -> dict:
+    code, lines, messages = do("plan", "--json", *arguments)
+    assert code == 0, messages
+    return json.loads("\n".join(lines))
+
+
+def test_defaults_must_apply_unless_a_job_file_or_an_option_overrides_them(do, configured, tmp_path):
+    configured("trainers: 1\nenv: {A: default, B: default}\nmax_restarts: 7\n")
+    env = plan(do)["workers"][0]["env"]
+    assert len(plan(do)["nodes"]) == 2 and (env["A"], env["TORCHELASTIC_MAX_RESTARTS"]) == ("default", "7")
+    (tmp_path / "job.yaml").write_text("nodes: 3\nenv.A: file\n")
+    found = plan(do, str(tmp_path / "job.yaml"), "--max-restarts", "2")
+    env = found["workers"][0]["env"]
+    assert len(found["nodes"]) == 3
+    assert (env["A"], env["B"], env["TORCHELASTIC_MAX_RESTARTS"]) == ("file", "default", "2")
+
+
+@pytest.mark.parametrize("text", ["command: x.py", "trainer: 3", "- a", "name: x"])
+def test_invalid_defaults_must_be_refused_with_their_place(do, configured, text):
+    configured(text)
+    code, _, messages = do("plan")
+    assert code == 2 and "defaults.yaml" in messages[0]

@@ -1,0 +1,71 @@
+"""The help, the version and the exit codes that it lists."""
+
+import re
+
+import pytest
+
+from orchestrate import __version__, errors
+from orchestrate.cli import commands
+from orchestrate.cli.main import main
+from orchestrate.cli.options import EXITS
+from orchestrate.errors import EngineError, ResourceError, UsageError
+from orchestrate.supervise.generation import BY_MAX_RUN, BY_USER
+
+# --- help
+
+
+RUNS = ["--runs"]
+SHOWING = ["--print-path", "--json", "--progress", "--quiet", "--ranks", "--timestamps"]
+FLAGS = ["--trainers", "--gpus", "--nproc-per-node", "--engine", "--image", "--name", "--max-run", "--max-restarts"]
+FLAGS += ["--min-trainers", "--spares", "--set", "--nodes", "--memory", "--cpus", "--env", "--require-communication"]
+FLAGS += ["--dockerfile", "--pip", "--requirements", "--data", "--mount", "--checkpoints"]
+FLAGS += ["--output", "--keep", "--source", "--secret", "--isolated", "--stdin", "--on-event"]
+
+
+@pytest.mark.parametrize(
+    ("command", "flags"),
+    [
+        ("run", [*FLAGS, *RUNS, "--dry-run", "--detach", *SHOWING, "--resume"]),
+        ("plan", [*FLAGS, *RUNS, "--json"]),
+        ("up", [*FLAGS, *RUNS]),
+        ("doctor", FLAGS),
+        ("export kubernetes", [*FLAGS, "--form"]),
+        ("export slurm", [*FLAGS, "--form"]),
+        ("export compose", FLAGS),
+        ("down", [*RUNS, "--dry-run"]),
+        ("ps", [*RUNS, "--all", "--json"]),
+        ("events", [*RUNS, "--follow"]),
+        ("prune", [*RUNS, "--older-than", "--caches", "--dry-run"]),
+        ("report", RUNS),
+        ("resume", [*RUNS, *SHOWING]),
+        ("schema", []),
+        ("top", [*RUNS, "--once"]),
+        ("serve", [*RUNS, "--port"]),
+        ("logs", [*RUNS, "--rank", "--ranks", "--tail", "--grep", "--follow", "--since", "--merge", "--timestamps"]),
+        ("attach", [*RUNS, *SHOWING]),
+        ("wait", RUNS),
+        ("stop", [*RUNS, "--dry-run"]),
+        ("rm", [*RUNS, "--dry-run"]),
+    ],
+)
+def test_the_help_of_a_command_must_list_its_flags(capsys, command, flags):
+    assert main([*command.split(), "--help"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith(f"usage: python -m orchestrate {command} ")
+    assert set(re.findall(r"^  (?:-\w[^,]*, )?(--[\w-]+)", text, re.M)) == {*flags, "--help", "--verbose"}
+
+
+def test_the_version_must_be_printed(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"{__version__}\n"
+
+
+def test_the_exit_codes_must_match_the_help():
+    codes = {errors.SUCCEEDED: "succeeded", errors.FAILED: "a worker failed", errors.LOST: "lost"}
+    codes |= {UsageError.exit_code: "usage", EngineError.exit_code: "no engine", ResourceError.exit_code: "something"}
+    codes |= {errors.TIMED_OUT: "time limit", errors.INTERRUPTED: "stopped by the user"}
+    assert all(f" {code}  " in EXITS.replace("\n", "  ") and meaning in EXITS for code, meaning in codes.items())
+    found = {"succeeded": 0, "failed": 1, "lost": 5}
+    assert {word: commands.exit_code({"outcome": word, "reason": ""}) for word in found} == found
+    assert commands.exit_code({"outcome": "stopped", "reason": BY_USER}) == 130
+    assert commands.exit_code({"outcome": "stopped", "reason": BY_MAX_RUN}) == 124

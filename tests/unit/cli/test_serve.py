@@ -1,0 +1,142 @@
+"""The local web page: what it answers and to whom."""
+
+import contextlib
+import http.client
+import json
+import shutil
+import socket
+import threading
+import urllib.parse
+from types import SimpleNamespace
+
+import pytest
+from support.commanded import create, end, noted, supervised
+
+from orchestrate.cli.serve import Server, Site
+from orchestrate.files.paths import JobPaths
+from orchestrate.job.events import GenerationStarting, NodesStarting, RestartDecided, WorkersStarted
+from orchestrate.job.spec import JobSpec
+
+
+@pytest.fixture
+def site(tmp_path):
+    """A server, and a function that requests a page of it."""
+    server = Server(Site(tmp_path, tmp_path), 0)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    port = server.server_address[1]
+
+    def get(path: str, token: str = server.token, host: str = "", method: str = "GET") -> SimpleNamespace:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+        with contextlib.closing(connection):
+            connection.request(method, f"/{token}{path}", headers={"Host": host} if host else {})
+            answer = connection.getresponse()
+            return SimpleNamespace(status=answer.status, headers=answer.headers, text=answer.read().decode())
+
+    yield SimpleNamespace(get=get, server=server, port=port)
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.fixture
+def running(tmp_path):
+    """A job that another process supervises."""
+    spec = JobSpec(trainers=2, command=("-m", "app.train"), env={"API_TOKEN": "hunter2000"})
+    paths = create(JobPaths(tmp_path / "a-1"), spec)
+    nodes = ("master", "trainer-1", "trainer-2")
+    noted(paths, NodesStarting(3, "docker"), GenerationStarting(0, nodes, 3, 29500), WorkersStarted())
+    with supervised(paths.root):
+        yield paths
+
+
+def test_jobs_must_be_listed_with_links(site, running, tmp_path):
+    other = create(JobPaths(tmp_path / "b-2"))
+    end(other, "failed")
+    page = site.get("/")
+    assert page.status == 200 and page.headers["Content-Type"] == "text/html; charset=utf-8"
+    assert '<a href="jobs/a-1/">a-1</a>' in page.text and '<td class="">running</td>' in page.text
+    assert 'value="b-2"' in page.text and '<td class="bad">failed</td>' in page.text
+    assert 'value="a-1"' not in page.text  # a running job cannot be compared
+
+
+def test_a_running_job_must_be_shown_as_it_is_now(site, running):
+    running.log(0).write_text("<b>loss</b> hunter2000\n")
+    running.log(1).write_text("step 7 loss 0.5\n")
+    (running.shared / "metrics.jsonl").write_text('{"step": 9, "loss": 0.25}\n{"step": 10, "loss": 0.125}\n')
+    page = site.get("/jobs/a-1/").text
+    assert "[0] &lt;b&gt;loss&lt;/b&gt; ***\n[1] step 7 loss 0.5</pre>" in page and "hunter" not in page
+    assert "step 10, loss 0.125" in page and page.count("<svg") == 1 and ">7</td>" in page
+    running.log(1).write_text("step 7 loss 0.5\nstep 8 loss 0.4\n")
+    noted(running, RestartDecided(True, "restart 1 of 3", 0.0))
+    page = site.get("/jobs/a-1/").text
+    assert "[1] step 7 loss 0.5\n[1] step 8 loss 0.4</pre>" in page
+    assert "restarting all workers (restart 1 of 3)" in page
+
+
+def test_logs_must_be_shown_as_text_without_secrets_and_links(site, running, tmp_path):
+    running.log(0).write_text("<b>token</b> hunter2000\x1b[2J\n")
+    log = site.get("/jobs/a-1/logs/rank-0.log")
+    assert (log.status, log.text) == (200, "<b>token</b> ***\n")
+    assert log.headers["Content-Type"].startswith("text/plain") and log.headers["X-Content-Type-Options"] == "nosniff"
+    assert site.get("/jobs/a-1/logs/rank-1.log").status == 404
+    running.log(1).symlink_to(running.spec)
+    assert site.get("/jobs/a-1/logs/rank-1.log").status == 404
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["", "/x", "/jobs/", "/jobs/none-1/", "/jobs/../", "/jobs/%2e%2e/", "/jobs/a-1", "/jobs/a-1/orchestrate.log"]
+    + ["/compare", "/compare?job=none-1", "/compare?job=..%2Fa-1", "/compare?job=a-1", "/jobs/a-1/logs/rank-x.log"],
+)
+def test_anything_else_must_not_be_found(site, running, path):
+    assert site.get(path).status == 404
+
+
+def test_what_a_report_links_to_must_be_there(site, running):
+    assert "command:" in site.get("/jobs/a-1/job.yaml").text
+    assert site.get("/jobs/a-1/plan.json").headers["Content-Type"].startswith("text/plain")
+    assert '<a href="rank-2.log">rank 2</a>' in site.get("/jobs/a-1/logs/").text
+    assert site.get("/jobs/a-1/report.json").status == 404  # it has not ended
+
+
+def test_secrets_in_names_of_metrics_must_not_be_shown(site, running):
+    (running.shared / "metrics.jsonl").write_text('{"step": 1, "hunter2000": 1.5}\n{"step": 2, "hunter2000": 2.5}\n')
+    page = site.get("/jobs/a-1/").text
+    assert "hunter" not in page and "***" in page
+
+
+def test_a_page_that_cannot_be_made_must_be_answered_and_others_still_work(site, running, monkeypatch):
+    monkeypatch.setattr("orchestrate.cli.serve.Watch.page", lambda self: 1 / 0)
+    assert site.get("/jobs/a-1/").status == 500 and site.get("/").status == 200
+    with socket.create_connection(("127.0.0.1", site.port)) as sock:
+        sock.sendall(b"GET http://[ HTTP/1.1\r\n\r\n")
+        assert sock.recv(100).startswith(b"HTTP/1.0 400 ")
+
+
+def test_much_output_must_be_skipped(site, running):
+    running.log(0).write_text("".join(f"line {number}\n" for number in range(200_000)))
+    assert "[0] line 199999</pre>" in site.get("/jobs/a-1/").text
+    with running.log(0).open("a") as file:
+        file.writelines(f"line {number}\n" for number in range(200_000, 400_000))
+    assert "[0] line 399999</pre>" in site.get("/jobs/a-1/").text
+    assert site.get("/jobs/a-1/logs/rank-0.log").text.count("\n") < 20_000
+
+
+def test_a_page_without_the_token_or_for_another_host_must_be_refused(site, running):
+    assert [site.get("/", token=token).status for token in ("", "x", site.server.token + "x", "%C3%BC")] == [404] * 4
+    assert site.get("/", host=f"example.com:{site.port}").status == 403
+    assert site.get("/", host=f"localhost:{site.port}").status == 200
+    assert site.get("/", method="POST").status == 501
+    assert site.server.server_address[0] == "127.0.0.1" and len(site.server.token) >= 22
+
+
+def test_runs_of_other_accounts_must_not_be_shown(site, running, tmp_path):
+    shutil.copytree(running.root, tmp_path / "c-3", symlinks=True)  # without a record
+    assert "c-3" not in site.get("/").text and site.get("/jobs/c-3/").status == 404
+
+
+def test_addresses_must_be_relative_so_that_the_token_stays_in_them(site, running):
+    links = [part.partition('"')[0] for part in site.get("/jobs/a-1/").text.split('href="')[1:]]
+    assert links and not any(urllib.parse.urlsplit(link).scheme or link.startswith("/") for link in links)
+    assert json.dumps(links).count("logs/rank-") == 3

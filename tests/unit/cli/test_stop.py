@@ -1,0 +1,249 @@
+"""What `stop`, `rm` and `down` must remove, and what they must keep, with a scripted engine."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.commanded import Meanwhile, Whole, create, end, noted, runs_elsewhere, supervised
+from support.optional import not_none
+from support.scripted import ALL_WELL
+
+from orchestrate.cli import commands
+from orchestrate.engines import choice
+from orchestrate.errors import EngineError, OrchestrateError
+from orchestrate.files import lock
+from orchestrate.files.paths import JobPaths
+from orchestrate.job import store
+from orchestrate.job.events import GenerationStarting
+from orchestrate.job.spec import JobSpec
+from orchestrate.supervise.generation import BY_USER
+
+
+@pytest.fixture
+def engine(do):
+    return do.engine
+
+
+def test_stop_with_dry_run_must_only_show_what_it_would_remove(do, paths, engine):
+    engine.things = ["container one", "network two"]
+    assert do("stop", "a-1", "--dry-run") == (0, ["container one", "network two"], [])
+    assert engine.calls == [] and engine.things and not paths.report.exists()
+
+
+def test_stop_must_do_nothing_for_a_job_that_has_ended_and_left_nothing(do, paths, engine):
+    end(paths)
+    assert do("stop", "a-1") == (0, [], ["a-1 has already ended"])
+    assert engine.calls == []
+
+
+def test_stop_must_remove_what_an_ended_job_has_left(do, paths, engine):
+    engine.generations = [[ALL_WELL]]
+    do("attach", "a-1")
+    engine.things, engine.calls = ["container one"], []
+    code, out, err = do("stop", "a-1")
+    assert (code, out, err[-1]) == (0, [], "a-1 stopped")
+    assert engine.things == [] and engine.calls
+    assert not_none(store.ended(paths))["outcome"] == "succeeded"  # its outcome is unchanged
+
+
+def test_stop_must_write_the_report_of_a_job_whose_supervisor_has_died(do, paths, engine):
+    code, _, err = do("stop", "a-1")
+    assert (code, err[0], err[-1]) == (0, "a-1 has no supervisor: removing its nodes", "a-1 stopped")
+    assert (not_none(store.ended(paths))["outcome"], not_none(store.ended(paths))["reason"]) == ("stopped", BY_USER)
+    assert "up" not in engine.calls and "start" not in engine.calls
+
+
+def test_stop_must_ask_the_supervisor_and_wait_for_its_end(do, paths, engine):
+    engine.things = ["container one"]
+    with supervised(paths.root) as other:
+        code, _, err = do("stop", "a-1")
+        assert other.wait(timeout=60) == -signal.SIGTERM  # before `supervised` ends it
+    assert code == 0
+    assert err.count("asking the supervisor of a-1 to stop") == 1
+    assert engine.things == [] and not_none(store.ended(paths))["outcome"] == "stopped"
+
+
+def test_stop_must_ask_each_supervisor_that_takes_the_job_over_once(do, paths, engine, monkeypatch):
+    one, other = lock.Supervisor(7, "1"), lock.Supervisor(8, "2")
+    holders, signalled = iter([one, one, one, one, other, other, other]), []
+
+    def ask(supervisor: lock.Supervisor) -> bool:
+        signalled.append(supervisor.pid)
+        if supervisor is other:  # it takes the nodes down and writes the report
+            engine.things.clear()
+            end(paths)
+        return True
+
+    engine.things = ["container one"]
+    monkeypatch.setattr(lock, "holder", lambda _: next(holders, None))
+    monkeypatch.setattr(lock.Supervisor, "ask_to_stop", ask)
+    assert do("stop", "a-1")[0] == 0
+    assert signalled == [7, 8] and engine.calls == []
+
+
+def test_stop_must_wait_for_a_supervisor_that_is_cleaning_up(do, paths, engine):
+    end(paths)
+    with supervised(paths.root) as other:
+        assert do("stop", "a-1")[2][-1] == "a-1 stopped"
+        assert other.wait(timeout=60) == -signal.SIGTERM
+
+
+def test_workers_whose_supervisor_has_died_must_be_stopped_gracefully(do, paths, engine):
+    noted(paths, GenerationStarting(0, ("master",), 1, 29500))
+    engine.generations = [[]]
+    assert do("stop", "a-1")[0] == 0
+    assert (engine.calls, engine.graces) == (["adopt", "stop", "down"], [0.01])  # from the job file
+
+
+def test_a_supervisor_that_ends_before_it_is_asked_must_not_fail_the_stop(do, paths, engine, monkeypatch):
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    holders = iter([lock.Supervisor(gone.pid, "1")] * 2)
+    monkeypatch.setattr(lock, "holder", lambda _: next(holders, None))
+    assert do("stop", "a-1")[0] == 0
+
+
+def test_stop_must_not_signal_a_process_that_may_not_be_a_supervisor_and_must_report_it(do, paths, monkeypatch):
+    monkeypatch.setattr(commands, "time", Meanwhile(lambda: None))
+    monkeypatch.setattr(lock, "holder", lambda _: lock.Supervisor(0, ""))
+    code, _, err = do("stop", "a-1")
+    assert code == 1
+    assert err[-2] == f"error: {paths.lock} is locked by a process that cannot be verified as its supervisor"
+
+
+def test_stop_must_report_what_it_cannot_remove(do, paths, engine, monkeypatch):
+    engine.things = ["container one", "network two"]
+    monkeypatch.setattr(engine, "remove", lambda *_: None)
+    code, _, err = do("stop", "a-1")
+    assert code == 1
+    assert err[-2:] == [
+        "error: could not remove container one, network two of a-1",
+        "hint: python -m orchestrate stop a-1",
+    ]
+
+
+def test_stop_must_keep_nodes_whose_files_cannot_be_copied(do, paths, engine, monkeypatch):
+    def full(*_) -> None:
+        raise OrchestrateError("no space left")
+
+    engine.things = ["container one"]
+    monkeypatch.setattr(engine, "remove", full)
+    code, _, err = do("stop", "a-1")
+    assert (code, err[-2]) == (1, "error: could not remove all nodes of a-1: no space left")
+    assert err[-1].endswith("python -m orchestrate rm a-1")
+
+
+@pytest.mark.parametrize("file", ["plan.json", "job.yaml"])
+@pytest.mark.parametrize("command", ["stop", "rm"])
+def test_a_job_whose_files_are_damaged_must_still_be_removed(do, paths, engine, command, file):
+    engine.things = ["container one", "network two"]
+    (paths.root / file).write_text("[")
+    assert do(command, "a-1")[0] == 0
+    assert (engine.calls, engine.graces, engine.things) == (["remove a-1"], [30], [])
+    assert paths.root.exists() is (command == "stop")
+
+
+@pytest.mark.parametrize("command", ["stop", "rm"])
+def test_a_job_whose_own_engine_does_not_answer_must_be_kept(do, paths, monkeypatch, command):
+    other = Whole()
+    other.name = "process"
+
+    def unreachable(spec: JobSpec) -> None:
+        assert spec.engine == "docker"  # the engine of its plan
+        raise EngineError("docker is away", "start it")
+
+    monkeypatch.setattr(choice, "available_engines", lambda: [other])
+    monkeypatch.setattr(choice, "select_engine", unreachable)
+    assert do(command, "a-1") == (3, [], ["error: docker is away", "hint: start it"])
+    assert paths.root.exists() and other.calls == []
+
+
+def test_rm_must_refuse_a_running_job_and_name_its_supervisor(do, paths, engine):
+    engine.things = ["container one"]
+    with supervised(paths.root) as other:
+        code, _, err = do("rm", "a-1")
+        assert other.poll() is None
+    assert (code, err[1]) == (2, "hint: python -m orchestrate stop a-1")
+    assert str(other.pid) in err[0]
+    assert paths.root.exists() and engine.calls == []
+
+
+def test_rm_with_dry_run_must_only_show_what_it_would_remove(do, paths, engine):
+    engine.things = ["container one"]
+    assert do("rm", "a-1", "--dry-run") == (0, ["container one", f"folder {paths.root}"], [])
+    assert paths.root.exists() and engine.calls == []
+    assert do("rm", "a-1") == (0, [], ["a-1 removed"])
+    assert engine.calls == ["remove a-1"] and not paths.root.exists()
+
+
+@pytest.mark.parametrize("command", ["stop", "rm"])
+def test_nothing_of_another_users_job_must_be_removed(do, paths, engine, command):
+    engine.things = ["container one"]
+    engine.states = [runs_elsewhere(paths.root, owner=os.getuid() + 1)]
+    assert do(command, "a-1")[0] == 2
+    assert engine.calls == [] and paths.root.exists()
+    engine.states = [runs_elsewhere(paths.root.with_name("b-1"), "b-1", os.getuid() + 1)]
+    assert do(command, "a-1")[0] == 0  # the owner of b-1 does not matter
+
+
+# --- clusters
+
+
+def cluster(tmp_path: Path, name: str) -> JobPaths:
+    return create(JobPaths(tmp_path / name), cluster=name)
+
+
+def test_down_must_take_down_only_the_named_cluster(do, engine, tmp_path):
+    one, other = cluster(tmp_path, "c-1"), cluster(tmp_path, "d-1")
+    engine.things = ["container one"]
+    assert do("down", "c", "--dry-run") == (0, ["container one", f"folder {one.root}"], [])
+    assert engine.calls == [] and one.root.exists()
+    assert do("down", "c") == (0, [], ["c-1 removed"])
+    assert (engine.calls, engine.graces) == (["remove c-1"], [30])
+    assert not one.root.exists() and other.root.exists()
+
+
+def test_the_cluster_of_another_user_must_stay_up(do, engine, tmp_path):
+    paths = cluster(tmp_path, "c-1")
+    engine.states = [runs_elsewhere(paths.root, "c-1", os.getuid() + 1, "nodes")]
+    for command in (["down", "c-1", "--dry-run"], ["down", "c-1"]):
+        assert do(*command)[2][0] == f"error: c-1 belongs to user {os.getuid() + 1}"
+    assert engine.calls == [] and paths.root.exists()
+
+
+def test_rm_of_a_job_that_may_still_run_on_a_cluster_must_give_a_hint(do, engine, tmp_path):
+    cluster(tmp_path, "c-1")
+    paths = create(JobPaths(tmp_path / "a-1"), cluster="c-1")
+    code, _, err = do("rm", "a-1")
+    assert (code, err[1]) == (2, "hint: python -m orchestrate stop a-1")
+    assert paths.logs.exists() and engine.calls == []
+
+
+def test_a_cluster_that_a_job_uses_must_stay_up(do, engine, tmp_path):
+    paths = cluster(tmp_path, "c-1")
+    with supervised(paths.root) as other:
+        code, _, err = do("down", "c-1")
+    assert (code, err) == (
+        2,
+        [f"error: c-1 is in use by a job (process {other.pid})", "hint: python -m orchestrate ps"],
+    )
+    create(JobPaths(tmp_path / "a-1"), cluster="c-1")
+    with supervised(paths.root), supervised(tmp_path / "a-1"):
+        assert do("down", "c-1")[2][1] == "hint: python -m orchestrate stop a-1"
+    assert engine.calls == [] and paths.root.exists()
+
+
+def test_an_unknown_cluster_must_be_reported_with_the_existing_ones(do, engine, tmp_path):
+    create(JobPaths(tmp_path / "a-1"))
+    assert do("down", "a-1")[2] == ["error: no such cluster: a-1", f"hint: no clusters in {tmp_path}"]
+    for name in ("c-1", "c-2", "d-1"):
+        cluster(tmp_path, name)
+    assert do("down", "a-1")[2][1] == f"hint: clusters in {tmp_path}: c-1, c-2, d-1"
+    assert do("down", "c") == (
+        2,
+        [],
+        ["error: c matches 2 clusters", f"hint: clusters in {tmp_path}: c-1, c-2"],
+    )

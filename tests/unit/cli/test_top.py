@@ -1,0 +1,98 @@
+"""`top`: what the workers of a running job use, on a scripted engine."""
+
+import dataclasses
+import os
+
+import pytest
+from rich.console import Console
+from support.commanded import end, supervised
+from support.plans import HERE, plan
+
+from orchestrate.job import gpus, usage
+from orchestrate.job.outcomes import Activity
+from orchestrate.job.spec import JobSpec
+from orchestrate.view.top import COLUMNS, Meter, Top
+
+
+def drawn(top: Top, height: int = 20) -> list[list[str]]:
+    console = Console(width=160)
+    with console.capture() as output:
+        console.print(top.table(height))
+    title, *lines = output.get().splitlines()
+    assert title.strip() == "digits-4f2a"
+    return [line.split() for line in lines]
+
+
+def test_the_table_must_show_what_each_worker_uses():
+    top = Top(plan(JobSpec(trainers=2), HERE, "digits-4f2a"), cores=4.0)
+    for second in range(1, 4):
+        top.take(float(second), {0: Activity("R", 2.0 * second, 1 << 30), 1: Activity("S", 0.0, 1 << 20)})
+    top.take(3.0, {0: Activity("R", 99.0, 0)})  # no new sample
+    assert drawn(top) == [
+        ["rank", "node", "state", "cores", "memory"],
+        ["0", "master", "running", "2.0", "▅▅", "1", "GiB"],
+        ["1", "trainer-1", "sleeping", "0.0", "▁▁", "1", "MiB"],
+        ["2", "trainer-2"],
+    ]
+    assert drawn(top, height=1)[1:] == [["0", "master", "running", "2.0", "▅▅", "1", "GiB"], ["and", "2", "more"]]
+
+
+def test_gpus_must_be_shown_if_they_are_known():
+    job = plan(JobSpec(trainers=0), HERE, "digits-4f2a")
+    workers = tuple(dataclasses.replace(worker, gpu="GPU-a") for worker in job.workers)
+    top = Top(dataclasses.replace(job, gpus=("GPU-a",), workers=workers), cores=4.0)
+    top.take_gpus({"GPU-a": (0.37, 3 << 30), "GPU-b": (1.0, 1 << 30)})
+    assert drawn(top)[0][-2:] == ["gpu", "memory"] and drawn(top)[1][-4:] == ["37%", "▃", "3", "GiB"]
+
+
+def test_the_height_of_a_curve_must_be_the_peak_and_its_color_the_mean():
+    meter = Meter()
+    meter.samples.extend([0.0, 1.0] * COLUMNS)
+    curve = meter.curve()
+    assert curve.plain == "█" * COLUMNS and {span.style for span in curve.spans} == {"green"}
+    assert Meter().curve().plain == ""
+
+
+def test_the_use_of_gpus_must_be_read(monkeypatch):
+    text = "GPU-1a-2b, 37, 1024\nGPU-x, [N/A], 5\nFailed to initialize NVML\n\nGPU-3, 0, 0\n"
+    monkeypatch.setattr(gpus, "_output", lambda command: text)
+    assert gpus.utilization() == {"GPU-1a-2b": (0.37, 1 << 30), "GPU-3": (0.0, 0)}
+
+
+def test_a_supervisor_must_write_only_while_it_is_asked(paths):
+    assert not usage.asked(paths) and usage.read(paths) == (0.0, {})
+    usage.ask(paths)
+    assert usage.asked(paths)
+    usage.write(paths, {1: Activity("R", 1.5, 7)})
+    when, found = usage.read(paths)
+    assert when > 1e9 and found == {1: Activity("R", 1.5, 7)}
+    os.utime(paths.usage_asked, (0, 0))
+    assert not usage.asked(paths)
+    usage.remove(paths)
+    usage.remove(paths)
+    assert not paths.usage.exists() and not paths.usage_asked.exists()
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", "{}", '{"time": 1, "workers": {"x": {}}}', '{"time": "x", "workers": {}}']
+)
+def test_a_damaged_file_must_count_as_none(paths, content):
+    paths.usage.write_text(content)
+    assert usage.read(paths) == (0.0, {})
+
+
+def test_a_link_must_not_be_followed(paths, tmp_path):
+    paths.usage_asked.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OSError, match="symbolic"):
+        usage.ask(paths)
+
+
+def test_a_job_that_has_ended_or_reports_nothing_must_be_an_error(do, paths, monkeypatch):
+    monkeypatch.setattr("orchestrate.cli.top.TIMEOUT", -1.0)
+    with supervised(paths.root):
+        code, _, messages = do("top", "a-1")
+    assert code == 1 and messages[0] == "error: the supervisor of a-1 does not report what its workers use"
+    assert do("top", "a-1")[2][0].startswith("error: a-1 has no supervisor")
+    end(paths)
+    code, _, messages = do("top", "a-1")
+    assert code == 2 and messages[0] == "error: a-1 has ended"

@@ -1,0 +1,81 @@
+"""`up`: which nodes it starts, and which jobs use them; on a scripted engine."""
+
+import os
+from pathlib import Path
+
+import pytest
+from support.plans import Site
+from support.scripted import ALL_WELL
+
+from orchestrate.engines.base import JobState
+
+APP = ("--gpus", "none", "--", "-m", "app.train")
+
+
+@pytest.fixture
+def runs(tmp_path):
+    return tmp_path / "runs"
+
+
+@pytest.fixture
+def engine(do):
+    return do.engine
+
+
+# --- a cluster
+
+
+def test_up_must_start_nodes_that_jobs_use(do, engine, runs):
+    code, (name,), err = do("up", "--trainers", "2", "--gpus", "none")
+    assert code == 0 and name.startswith("cluster-")
+    assert err[0].startswith(f"3 nodes are up for jobs started in {Path.cwd()}")
+    assert name in err[1]
+    assert engine.calls == ["prepare", "up"]
+    engine.generations, engine.calls = [[ALL_WELL]], []
+    code, out, err = do("run", "--trainers", "2", *APP)
+    assert code == 0 and f", on {name}" in err[0]
+    assert engine.calls == ["prepare", "up", "start", "down"]
+    assert {path.name for path in runs.iterdir()} == {name, Path(err[-1]).name}
+
+
+def test_up_must_name_other_clusters_for_jobs_from_this_folder(do, engine, runs):
+    _, (name,), err = do("up", "--trainers", "2", "--gpus", "none")
+    assert not any("note" in line for line in err)
+    assert f"note: {name} is also up" in do("up", "--trainers", "1", "--gpus", "none")[2]
+
+
+def test_up_must_leave_no_nodes_if_it_is_interrupted(do, engine, runs, monkeypatch):
+    look = engine.inventory
+    engine.inventory = lambda *some, **more: Site(*look(*some, **more)).but(preload=("torch",))
+
+    def interrupted(*_) -> bool:
+        raise KeyboardInterrupt
+
+    engine.wait_until_warm = interrupted
+    assert do("up", "--trainers", "2", "--gpus", "none")[0] == 130
+    assert [path.name for path in runs.iterdir()] == [] and engine.calls[-1].startswith("remove cluster-")
+
+
+@pytest.mark.parametrize("warm", [True, False])
+def test_up_must_return_when_its_nodes_are_warm_or_say_that_they_are_not(do, engine, runs, warm):
+    engine.warm, look = warm, engine.inventory
+    engine.inventory = lambda *some, **more: Site(*look(*some, **more)).but(preload=("torch", "numpy"))
+    code, _, err = do("up", "--trainers", "2", "--gpus", "none")
+    assert code == 0 and engine.calls == ["prepare", "up", "warmed"]
+    assert ("the nodes are still importing torch, numpy; the first job waits for them" in err) != warm
+
+
+def test_a_cluster_whose_jobs_are_in_another_folder_must_be_named_with_that_folder(do, engine, runs, tmp_path):
+    _, (name,), _ = do("up", "--trainers", "2", "--gpus", "none")
+    engine.generations = [[ALL_WELL]]
+    engine.states = [JobState(name, "docker", 3, runs / name / "nodes", os.getuid())]
+    do.runs = tmp_path / "others"
+    code, _, err = do("run", "--trainers", "2", *APP)
+    assert code == 0 and err[0] == f"not using {name}: its jobs are in another folder (--runs {runs})"
+    assert " on " not in err[1].partition("workers")[2]
+
+
+def test_a_cluster_must_have_the_name_it_was_given(do, engine, runs):
+    code, (name,), err = do("up", "--trainers", "0", "--gpus", "none", "--name", "mine")
+    assert code == 0 and name.startswith("mine-")
+    assert err[0].startswith("1 node is up")

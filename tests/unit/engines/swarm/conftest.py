@@ -1,0 +1,30 @@
+"""Fixtures for copies of files of fake nodes."""
+
+from typing import Any
+
+import pytest
+
+from orchestrate.engines.swarm import sync as sync_module
+from orchestrate.engines.swarm.sync import FileSync
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "folder").mkdir()
+    return tmp_path / "folder"
+
+
+@pytest.fixture
+def synced(folder, monkeypatch):
+    """Start to copy the files of nodes, which are given by name; return the running copy."""
+    monkeypatch.setattr(sync_module, "SYNC_INTERVAL", 0.01)
+    started: list[FileSync] = []
+
+    def start(**nodes: Any) -> FileSync:
+        ranks = {name: [rank] for rank, name in enumerate(nodes)}
+        started.append(FileSync(folder, "job", ranks, lambda name: nodes[name]))
+        return started[-1]
+
+    yield start
+    for sync in started:
+        sync.close()

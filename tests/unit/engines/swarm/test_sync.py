@@ -1,0 +1,246 @@
+"""Which files of nodes are copied to this machine and which are not, with fake nodes."""
+
+import base64
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.scripted import Clock
+from support.synced import FakeNode, sync_master, target_of
+from support.waiting import eventually
+
+from orchestrate.engines.swarm import sync as sync_module
+from orchestrate.engines.swarm.sync import OWN
+from orchestrate.files.paths import JobPaths
+from orchestrate.node import protocol
+from orchestrate.node.files import PIECE
+
+
+def test_a_file_must_be_fetched_once_and_again_when_it_has_changed(folder, synced):
+    node = FakeNode()
+    node.files, node.times = {"a/b/state.pt": b"1"}, {"a/b/state.pt": 10**18 + 7}
+    sync = synced(master=node)
+    for _ in range(2):
+        assert sync.catch_up(20)
+    assert node.requests == ["a/b/state.pt"] and (folder / "a/b/state.pt").stat().st_mtime_ns == 10**18 + 7
+    node.files["a/b/state.pt"], node.times["a/b/state.pt"] = b"2", 10**18 + 8
+    assert sync.catch_up(20)
+    assert node.requests == ["a/b/state.pt"] * 2 and (folder / "a/b/state.pt").read_bytes() == b"2"
+
+
+@pytest.mark.parametrize(("content", "time", "count"), [(b"old", 5, 0), (b"old", 6, 1), (b"older", 5, 1)])
+def test_files_that_an_earlier_supervisor_has_copied_must_not_be_fetched_again(folder, synced, content, time, count):
+    (folder / "state.pt").write_bytes(b"old")
+    os.utime(folder / "state.pt", ns=(5, 5))
+    node = FakeNode()
+    node.files, node.times = {"state.pt": content}, {"state.pt": time}
+    assert synced(master=node).catch_up(20)
+    assert len(node.requests) == count and (folder / "state.pt").read_bytes() == content
+
+
+def test_a_file_that_is_replaced_while_it_is_fetched_must_be_copied_in_its_new_version(folder, synced):
+    node = FakeNode()
+    node.files, node.changes = {"state.pt": b"1" * (PIECE + 1)}, {"state.pt": b"2" * 3}
+    sync = synced(master=node)
+    assert sync.catch_up(20) and not sync.errors
+    assert (folder / "state.pt").read_bytes() == b"222" and len(node.requests) == 2
+    assert [path.name for path in folder.iterdir()] == ["state.pt"]  # and no partial file
+
+
+def test_a_file_with_a_long_name_must_be_copied(folder, synced):
+    node = FakeNode()
+    node.files = {"x" * 250: b"1", f"{'x' * 249}y": b"2"}
+    sync = synced(master=node)
+    assert sync.catch_up(20) and not sync.errors
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == node.files
+
+
+@pytest.mark.parametrize("piece", [{"offset": 1}, {"offset": 5, "data": "MTIz"}])
+def test_a_piece_with_a_wrong_offset_must_be_rejected(folder, synced, piece):
+    node = FakeNode()
+    node.files, converse = {"good": b"1", "odd": b"123456"}, node.converse
+    node.times["odd"] = 0  # it comes first
+
+    def odd(request: Any, answer: type) -> Any:
+        reply = converse(request, answer)
+        if isinstance(request, protocol.GetChanges) or request.path == "good":
+            return reply
+        return reply._replace(**(piece if request.offset else {"offset": 3, "data": base64.b64encode(b"1").decode()}))
+
+    node.converse = odd
+    sync = synced(master=node)
+    assert sync.catch_up(20)
+    assert [path.name for path in folder.iterdir()] == ["good"]
+    assert "sent bytes at a wrong offset" in str(sync.errors["odd"])
+
+
+def test_files_that_a_node_no_longer_has_must_be_forgotten_while_others_are_copied(folder, monkeypatch):
+    clock, node, counts = Clock(), FakeNode(), []
+    monkeypatch.setattr(sync_module, "time", clock)
+    monkeypatch.setattr(sync_module, "MAX_ENTRIES", 3)
+    converse = node.converse
+
+    def slowly(request: Any, answer: type) -> Any:
+        if isinstance(request, protocol.GetChanges):  # all files are new, and some are fetched before the next round
+            counts.append(len(sync.owners) + len(sync.nodes[0].files))
+            node.files = dict.fromkeys((f"{len(counts)}-{each}" for each in range(8)), b"")
+        clock.now += sync_module.MAX_TURN / 4 * isinstance(request, protocol.Read)
+        return converse(request, answer)
+
+    gate = threading.Event()
+    node.converse = slowly
+    sync = sync_master(folder, lambda _: gate.wait() and node)
+    gate.set()
+    try:
+        eventually(lambda: len(counts) > 30)
+    finally:
+        sync.close()
+    assert max(counts) < 30 and len(list(folder.iterdir())) < 30
+
+
+def test_a_file_with_an_impossible_modification_time_must_be_copied(folder, synced):
+    node = FakeNode()
+    node.files, node.times = {"late": b"1", "early": b"2"}, {"late": 1 << 95, "early": -(10**9)}
+    assert synced(master=node).catch_up(20)
+    assert {path.name for path in folder.iterdir()} == {"late", "early"}
+    assert (folder / "early").stat().st_mtime == -1
+
+
+@pytest.fixture
+def taken_over(folder, synced):
+    """Two nodes with a file of the same name, first copied from the later node, then from the earlier one."""
+    master, trainer = FakeNode(), FakeNode()
+    trainer.files = {"same": b"trainer"}
+    sync = synced(master=master, trainer=trainer)
+    assert sync.catch_up(20) and (folder / "same").read_bytes() == b"trainer"
+    master.files = {"same": b"master"}
+    assert sync.catch_up(20) and (folder / "same").read_bytes() == b"master"
+    return master, trainer, sync
+
+
+def test_the_file_of_an_earlier_node_must_win_whenever_it_is_copied(folder, taken_over):
+    master, trainer, sync = taken_over
+    trainer.files, trainer.times = {"same": b"later"}, {"same": 3}
+    assert sync.catch_up(20) and (folder / "same").read_bytes() == b"master"
+    trainer.files = {}
+    assert sync.catch_up(20) and (folder / "same").read_bytes() == b"master"
+
+
+def test_the_file_of_a_later_node_must_be_copied_again_when_there_is_no_other(folder, taken_over):
+    master, trainer, sync = taken_over
+    master.files = {}
+    assert sync.catch_up(20) and sync.catch_up(20)  # one round finds it gone, a later one copies the other
+    assert (folder / "same").read_bytes() == b"trainer"
+    trainer.files = {}
+    assert sync.catch_up(20) and not (folder / "same").exists()
+
+
+def test_a_file_sent_to_all_nodes_must_be_removed_only_if_the_first_node_has_removed_it(folder, synced):
+    for name in ("kept", "removed"):
+        (folder / name).touch()
+    master, trainer = FakeNode(), FakeNode()
+    master.gone, trainer.gone = ["removed"], ["kept"]
+    assert synced(master=master, trainer=trainer).catch_up(20)
+    assert [path.name for path in folder.iterdir()] == ["kept"]
+
+
+def test_a_folder_must_be_removed_with_its_last_file_except_the_job_folder(folder, synced):
+    node = FakeNode()
+    node.files = dict.fromkeys(("a/b/one", "a/two", "three"), b"")
+    sync = synced(master=node)
+    assert sync.catch_up(20)
+    node.files = {"a/two": b""}
+    assert sync.catch_up(20)
+    assert {str(path.relative_to(folder)) for path in folder.rglob("*")} == {"a", "a/two"}
+    node.files = {}
+    assert sync.catch_up(20)
+    assert folder.is_dir() and not list(folder.iterdir())
+
+
+def test_links_must_follow_those_of_their_node_and_not_replace_files_of_this_machine(folder, synced):
+    (folder / "mine").write_text("ours")
+    (folder / "earlier").symlink_to("mine")  # from an earlier supervisor
+    node = FakeNode()
+    node.files = {"one": b"1", "changing": b"file"}
+    node.links = {"sub/last": "one", "mine": "one", "old": "one", "earlier": "one"}
+    sync = synced(master=node)
+    assert sync.catch_up(20)
+    assert target_of(folder / "sub/last") == "one" and target_of(folder / "old") == "one"
+    assert target_of(folder / "earlier") == "one"
+    assert (folder / "mine").read_text() == "ours" and not (folder / "mine").is_symlink()
+    node.links = {"sub/last": "two", "changing": "one"}
+    del node.files["changing"]
+    assert sync.catch_up(20)
+    assert target_of(folder / "sub/last") == "two" and not (folder / "old").is_symlink()
+    assert target_of(folder / "changing") == "one"
+
+
+def test_a_file_that_comes_back_unchanged_must_be_copied_again(folder, synced):
+    node, files = FakeNode(), {"state.pt": b"1"}
+    node.files = files
+    sync = synced(master=node)
+    assert sync.catch_up(20)
+    node.files = {}  # renamed to a hidden name, for example
+    assert sync.catch_up(20) and not list(folder.iterdir())
+    node.files = files
+    assert sync.catch_up(20) and (folder / "state.pt").exists()
+
+
+def test_a_log_must_be_copied_to_its_last_piece_before_catch_up_returns(folder, synced):
+    node = FakeNode()
+    (folder / "logs").mkdir()
+    node.logs = {"logs/rank-0.log": b"0123456789" * 50}  # each round copies ten bytes
+    assert synced(master=node).catch_up(20)
+    assert (folder / "logs" / "rank-0.log").read_bytes() == b"0123456789" * 50
+
+
+def test_the_orchestrators_own_files_in_the_job_folder_must_be_listed():
+    paths = JobPaths(Path("job"))
+    ours = {paths.spec, paths.plan, paths.events, paths.report, paths.fence, paths.lock}
+    ours |= {paths.supervisor_log}
+    assert {str(path.relative_to(paths.shared)) for path in ours if path.is_relative_to(paths.shared)} == OWN
+
+
+def test_logs_must_be_copied_while_a_large_file_is_fetched(folder, monkeypatch):
+    clock, node, kinds = Clock(), FakeNode(), []
+    monkeypatch.setattr(sync_module, "time", clock)
+    node.files = {"large": b"x" * PIECE * 4}
+    converse = node.converse
+
+    def slowly(request: Any, answer: type) -> Any:
+        kinds.append(type(request))
+        clock.now += sync_module.MAX_TURN * isinstance(request, protocol.Read)
+        return converse(request, answer)
+
+    node.converse = slowly
+    sync = sync_master(folder, lambda _: node)
+    try:
+        assert sync.catch_up(20) and (folder / "large").stat().st_size == PIECE * 4  # all of it, though it takes long
+        assert kinds[:8] == [protocol.GetChanges, protocol.Read] * 4
+    finally:
+        sync.close()
+
+
+def test_a_file_that_a_node_has_replaced_must_be_kept_until_the_new_one_is_copied(folder, monkeypatch):
+    clock, node, existed = Clock(), FakeNode(), []
+    monkeypatch.setattr(sync_module, "time", clock)
+    monkeypatch.setattr(sync_module, "SYNC_INTERVAL", 0.01)
+    node.files = {"step-1": b"old"}
+    converse = node.converse
+
+    def slowly(request: Any, answer: type) -> Any:
+        clock.now += sync_module.MAX_TURN * isinstance(request, protocol.Read)
+        existed.append((folder / "step-1").exists())
+        return converse(request, answer)
+
+    node.converse = slowly
+    sync = sync_master(folder, lambda _: node)
+    try:
+        assert sync.catch_up(20)
+        node.files, count = {"step-2": b"x" * PIECE * 3}, len(existed)
+        assert sync.catch_up(20)
+        assert all(existed[count : count + 6]) and [path.name for path in folder.iterdir()] == ["step-2"]
+    finally:
+        sync.close()

@@ -1,0 +1,215 @@
+"""Files that cannot be copied from a node, and copying that is ended; with fake nodes."""
+
+import base64
+import errno
+import os
+import threading
+from typing import Any
+
+import pytest
+from support.scripted import Clock
+from support.synced import FakeNode, sync_master, target_of
+
+from orchestrate.engines.swarm import fetch
+from orchestrate.engines.swarm import sync as sync_module
+from orchestrate.engines.swarm.sync import FileSync
+from orchestrate.errors import EngineError
+from orchestrate.files.folder import MAX_DEPTH
+from orchestrate.node import protocol
+from orchestrate.node.files import PIECE
+
+
+def test_a_file_that_cannot_be_read_must_be_retried_only_after_a_while_or_a_change(folder, synced, monkeypatch):
+    clock, node = Clock(), FakeNode()
+    monkeypatch.setattr(sync_module, "time", clock)
+    node.files, node.refused = {"bad": b"1", "good": b"2"}, {"bad"}
+    converse = node.converse
+
+    def later(request: Any, answer: type) -> Any:
+        clock.now += 0.001
+        return converse(request, answer)
+
+    node.converse = later
+    sync = synced(master=node)
+
+    def attempts() -> int:
+        """How often the file is requested in four rounds."""
+        before, rounds = node.requests.count("bad"), sync.looks
+        while sync.looks < rounds + 4:
+            with sync.changed:
+                sync.changed.wait(1)
+        return node.requests.count("bad") - before
+
+    assert sync.catch_up(20)
+    assert attempts() == 0 and node.requests.count("good") == 1
+    with pytest.raises(EngineError, match="1 file could not be copied, such as 'bad': node error: it cannot be read"):
+        sync.copy_all(20)  # retries it
+    assert node.requests.count("bad") > 1
+    clock.now += sync_module.RETRY_INTERVAL + 0.1
+    assert attempts() == 1
+    node.times["bad"] = 9  # the file has changed
+    assert attempts() == 1
+    del node.files["bad"]
+    sync.copy_all(20)
+    assert not sync.errors
+
+
+@pytest.mark.parametrize(("number", "full"), [(errno.ENOSPC, True), (errno.EDQUOT, True), (errno.EACCES, False)])
+def test_a_full_disk_must_be_distinguished_from_other_errors(synced, number, full):
+    sync = synced(master=FakeNode())
+    sync.errors = {"a": EngineError("x"), "b": OSError(number, os.strerror(number))}
+    if not full:
+        return sync.lacks_space()
+    with pytest.raises(OSError) as raised:
+        sync.lacks_space()
+    assert (raised.value.errno, raised.value.filename) == (number, "b")
+
+
+def test_the_wait_for_files_must_respect_its_time_limit(folder, monkeypatch):
+    class Ticking(Clock):
+        """A clock that advances by a second each time it is read."""
+
+        def monotonic(self) -> float:
+            self.now += 1
+            return self.now
+
+    gate, clock = threading.Event(), Ticking()
+    monkeypatch.setattr(sync_module, "time", clock)
+    monkeypatch.setattr(sync_module, "SYNC_INTERVAL", 0.01)
+    sync, began = sync_master(folder, lambda _: gate.wait() and None), clock.now
+    try:
+        assert not sync.catch_up(0, lambda: clock.now > began + 100)
+        assert not sync.catch_up(100, lambda: True)
+        with pytest.raises(EngineError, match="not all files were copied from the nodes within 0 s"):
+            sync.copy_all(0)
+        assert clock.now < began + 20
+    finally:
+        gate.set()
+        sync.close()
+    assert sync.catch_up(100)  # nothing more is copied
+
+
+def test_the_wait_for_files_must_be_interruptible(folder, synced):
+    node, requested = FakeNode(), threading.Event()
+    node.files, converse = {"endless": b"1"}, node.converse
+
+    def endless(request: Any, answer: type) -> Any:
+        requested.set()
+        reply = converse(request, answer)
+        if isinstance(request, protocol.GetChanges):
+            return reply
+        return reply._replace(data=base64.b64encode(b"1").decode(), offset=request.offset)
+
+    node.converse, node.facts = endless, lambda path: [1 << 62, 1, 1, 0o644]
+    sync = synced(master=node)
+    with pytest.raises(EngineError, match="stopped before all files were copied"):
+        sync.copy_all(3600, requested.is_set)
+
+
+def test_closing_must_not_wait_for_a_node_that_does_not_answer(folder):
+    node, requested = FakeNode(), threading.Event()
+    node.converse = lambda *_, **facts: (requested.set(), node.ended.wait(), node.dead)[2]  # not an answer
+    sync = sync_master(folder, lambda _: node)
+    assert requested.wait(20)
+    sync.close()
+    assert not sync.thread.is_alive() and node.closed
+
+
+def test_closing_must_not_wait_long_for_a_connection_and_must_leave_it_unused(folder, monkeypatch):
+    monkeypatch.setattr(sync_module, "CLOSE_TIMEOUT", 0.01)
+    node, gate, requested = FakeNode(), threading.Event(), threading.Event()
+    node.converse = lambda *_, **facts: pytest.fail("a request was sent")
+    sync = sync_master(folder, lambda _: (requested.set(), gate.wait(), node)[2])
+    assert requested.wait(20)
+    sync.close()
+    assert sync.thread.is_alive()
+    gate.set()
+    sync.thread.join()
+    assert node.closed
+
+
+def test_a_path_with_very_many_folders_must_be_skipped_and_named_and_others_copied(folder, synced):
+    node, deep = FakeNode(), "d/" * 1100
+    node.files = {f"{deep}f": b"1", "d/f": b"2", f"{'d/' * MAX_DEPTH}f": b"3", f"{'x' * 250}/" * 17 + "f": b"4"}
+    node.links = {f"{deep}link": "f", "link": "f"}
+    sync = synced(master=node)
+    assert sync.catch_up(20) and sync.catch_up(20) and not sync.errors
+    assert target_of(folder / "link") == "f"
+    found = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("f")}
+    assert found == {"d/f": b"2", f"{'d/' * MAX_DEPTH}f": b"3"}
+    (text,) = sync.warnings()
+    assert text.startswith("master: some files are not copied, such as 'd/d/") and len(text) < 200
+    assert sync.catch_up(20) and not sync.warnings()
+
+
+def test_a_name_outside_the_locales_encoding_must_be_skipped_and_named_and_others_copied(folder, synced, monkeypatch):
+    def ascii_only(path: object) -> bytes:
+        return str(path).encode("ascii")
+
+    monkeypatch.setattr(fetch.os, "fsencode", ascii_only)
+    node = FakeNode()
+    node.files = {"checkpoint-\N{CJK UNIFIED IDEOGRAPH-4E00}": b"1", "f": b"2"}
+    sync = synced(master=node)
+    assert sync.catch_up(20) and not sync.errors
+    assert (folder / "f").read_bytes() == b"2"
+    (text,) = sync.warnings()
+    assert "'checkpoint-" in text and "cannot be encoded in this locale" in text
+
+
+def test_a_file_that_fails_with_any_error_must_not_prevent_others_from_being_copied(folder, synced, monkeypatch):
+    node = FakeNode()
+    node.files = {"a": b"1", "b": b"2"}
+    begin = sync_module.Fetch
+
+    def failing(*facts: Any) -> object:
+        if facts[1] == "a":
+            raise RecursionError("too deep")
+        return begin(*facts)
+
+    monkeypatch.setattr(sync_module, "Fetch", failing)
+    sync = synced(master=node)
+    assert sync.catch_up(20)
+    assert (folder / "b").exists() and list(sync.errors) == ["a"]
+    assert sync.errors["a"].__traceback__ is None  # it would keep the last piece of each file in memory
+    with pytest.raises(EngineError, match="1 file could not be copied, such as 'a': too deep"):
+        sync.copy_all(20)
+
+
+def test_an_internal_error_must_be_raised_where_files_are_waited_for(folder, monkeypatch):
+    def buggy(name: str) -> None:
+        raise TypeError("a bug")
+
+    sync = FileSync(folder, "job", {"master": [0]}, buggy)
+    for _ in range(2):
+        with pytest.raises(TypeError, match="a bug"):
+            sync.copy_all(20)
+    sync.close()
+
+
+def test_nodes_that_do_not_answer_must_be_reported_as_silent(folder, synced):
+    nodes = {"master": FakeNode(), "trainer": FakeNode()}
+    nodes["trainer"].dead = True
+    sync = synced(**nodes)
+    assert sync.catch_up(20) and sync.silent() == {"trainer"}
+    nodes["trainer"].dead, nodes["master"].dead = False, True
+    assert sync.catch_up(20) and sync.silent() == {"master"}
+    assert nodes["master"].closed  # and a new connection is opened
+
+
+def test_a_partially_copied_file_must_be_removed_when_copying_ends(folder):
+    node, read = FakeNode(), threading.Event()
+    node.files = {"state.pt": b"1" * PIECE * 3}
+    converse = node.converse
+
+    def dies(request: Any, answer: type) -> Any:
+        if getattr(request, "offset", 0):
+            assert list(folder.glob(".*.coming"))
+            read.set()
+            raise ConnectionError
+        return converse(request, answer)
+
+    node.converse = dies
+    sync = sync_master(folder, lambda _: node)
+    assert read.wait(20)
+    sync.close()
+    assert not list(folder.iterdir()) and node.closed and not sync.errors  # not an error of the file

@@ -1,0 +1,92 @@
+"""Folders that a job names: data and mounts, and what may not be mounted."""
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from orchestrate.cli.arguments import flags, parse
+from orchestrate.engines.docker import folders
+from orchestrate.errors import UsageError
+from orchestrate.files.paths import JobPaths
+from orchestrate.job.folders import with_absolute
+from orchestrate.job.layers import resolve
+
+
+def mounted(spec: dict, runs: Path) -> list[dict]:
+    return folders.given_mounts(with_absolute(resolve({"user": "root", **spec} if not os.geteuid() else spec)), runs)
+
+
+@pytest.mark.parametrize(
+    ("spec", "error"),
+    [
+        ({"mounts": "/:/x"}, "/ cannot be mounted: it is a system folder"),
+        ({"mounts": "/proc/self:/x"}, "cannot be mounted: it is a system folder"),
+        ({"mounts": "/dev/null:/x"}, "/dev/null cannot be mounted: it is a system folder"),
+        ({"mounts": "none:/x"}, "none: No such file or directory"),
+        ({"mounts": "data:/"}, "data cannot be mounted at /: that path is in use"),
+        ({"mounts": "data:/job/x"}, "data cannot be mounted at /job/x: that path is in use"),
+        ({"mounts": "data:/opt"}, "data cannot be mounted at /opt: that path is in use"),
+        ({"mounts": "data:/x/../etc"}, "data cannot be mounted at /etc: that path is in use"),
+        ({"mounts": "data:/usr/lib"}, "data cannot be mounted at /usr/lib: that path is in use"),
+        ({"mounts": ["data:/x", "data:/x"]}, "two folders are mounted at /x"),
+        ({"mounts": ["data:/x", "data:/x/y"]}, "two folders are mounted at /x and /x/y, one inside the other"),
+        ({"data": {"a": "data"}, "mounts": "data:/data"}, "mounted at /data/a and /data, one inside the other"),
+        ({"data": {"a": "data"}, "mounts": "data:/data/a"}, "two folders are mounted at /data/a"),
+        ({"mounts": "runs:/x"}, "runs cannot be mounted: it has files of jobs, which may contain secrets"),
+        ({"mounts": "runs/j-1:/x"}, "j-1 cannot be mounted: it has files of jobs, which may contain secrets"),
+        ({"mounts": ".:/x"}, "cannot be mounted: it has files of jobs, which may contain secrets"),
+        ({"mounts": "state/orchestrate:/x"}, "cannot be mounted: it has files of jobs, which may contain secrets"),
+        ({"mounts": "runs/j-1/job/link:/x"}, "link is a link to "),
+        ({"mounts": "runs/j-1/job/other:/x"}, "other is a link to "),
+        ({"mounts": "pipe:/x"}, "pipe cannot be mounted: it is neither a folder nor a file"),
+        ({"data": {"train": "none"}}, "data.train: "),
+        ({"data": {"train": "data/a"}}, "a is not a folder"),
+        ({"data": {"a-b": "data"}}, "data must be a mapping of names to folders"),
+        ({"data": {"a": "data", "A": "data"}}, "data must be a mapping of names to folders"),
+        ({"data": {"a": ""}}, "data must be a mapping of names to folders"),
+        ({"mounts": ["data"]}, "mounts must be a list of mounts"),
+        ({"mounts": "data:x"}, "mounts must be a list of mounts"),
+        ({"mounts": "data:/x:wr"}, "mounts must be a list of mounts"),
+    ],
+)
+def test_what_may_not_be_mounted_must_be_refused(tmp_path, monkeypatch, spec, error):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "a").touch()
+    JobPaths(tmp_path / "runs" / "j-1").create()
+    JobPaths(tmp_path / "runs" / "j-2").create()
+    (tmp_path / "runs" / "j-1" / "job" / "link").symlink_to(tmp_path / "data")
+    (tmp_path / "runs" / "j-1" / "job" / "other").symlink_to(tmp_path / "runs" / "j-2" / "job" / "logs")
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UsageError) as failure:
+        mounted(spec, tmp_path / "runs")
+    assert error in str(failure.value)
+
+
+def test_files_that_an_earlier_job_wrote_must_be_mountable(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    JobPaths(tmp_path / "runs" / "j-1").create()
+    (mount,) = mounted({"data": {"start": "runs/j-1/checkpoints"}}, tmp_path / "runs")
+    source = str(tmp_path / "runs" / "j-1" / "job" / "checkpoints")
+    assert (mount["source"], mount["target"], mount["read_only"]) == (source, "/data/start", True)
+
+
+def test_sockets_and_pipes_in_a_mounted_folder_must_be_hidden(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data" / "deep").mkdir(parents=True)
+    os.mkfifo(tmp_path / "data" / "deep" / "pipe")
+    with socket.socket(socket.AF_UNIX) as door:
+        door.bind("data/door")
+        hidden = [mount["target"] for mount in mounted({"mounts": "data:/x"}, tmp_path / "runs")[1:]]
+    assert hidden == ["/x/door", "/x/deep/pipe"]
+
+
+def test_data_of_the_command_line_must_be_added_to_that_of_the_job_file():
+    options = flags(parse(["run", "--data", "b=z"])[0])
+    assert resolve({"data": {"a": "x", "b": "y"}}, options).data == {
+        "a": "x",
+        "b": "z",
+    }

@@ -1,0 +1,43 @@
+"""Secrets that workers get as files: what is refused."""
+
+import pytest
+
+from orchestrate.errors import UsageError
+from orchestrate.job import folders, secret_files
+from orchestrate.job.layers import resolve
+
+CANARY = "canary-0d4f6a3e"
+
+
+@pytest.mark.parametrize(
+    ("secrets", "message"),
+    [
+        ({"A": "env"}, "secrets.A: A is not set in this shell"),
+        ({"EMPTY": "env"}, "secrets.EMPTY: EMPTY is empty in this shell"),
+        ({"A": "none"}, "secrets.A: cannot read its file: No such file or directory"),
+        ({"A": "."}, "secrets.A: cannot read its file: Is a directory"),
+        ({"A": "large"}, "the secrets are larger than 128 KiB"),
+        ({"A": "text"}, "the secrets are larger than 128 KiB"),
+    ],
+)
+def test_a_secret_that_cannot_be_read_must_be_refused_without_its_source(secrets, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("EMPTY", "")
+    (tmp_path / "large").write_bytes(bytes(secret_files.MAX_SIZE + 1))
+    (tmp_path / "text").write_text("漢" * (secret_files.MAX_SIZE // 2))
+    with pytest.raises(UsageError, match=message) as caught:
+        secret_files.with_contents(folders.with_absolute(resolve({"secrets": secrets})))
+    assert "none" not in f"{caught.value} {caught.value.hint}"
+
+
+def test_secrets_of_a_list_must_be_variables_and_an_unusual_source_must_be_refused_without_its_value():
+    assert resolve({"env": {"A": "x"}, "secrets": ["A"]}).files == {}
+    assert resolve({"secrets": {"A": "env"}}, {"secrets.B": "file"}).files == {"A": "env", "B": "file"}
+    with pytest.raises(UsageError) as caught:
+        resolve({"secrets": {"A": f"{CANARY}\n"}})
+    assert CANARY not in str(caught.value) and "the source of A" in str(caught.value)
+
+
+def test_a_variable_with_the_path_of_a_secret_must_not_be_set_as_well():
+    with pytest.raises(UsageError, match="env.A_FILE contradicts secrets.A"):
+        resolve({"secrets": {"A": "env"}, "env": {"A_FILE": "/x"}})

@@ -1,0 +1,54 @@
+"""URLs of Git repositories, and their errors."""
+
+import pytest
+
+from orchestrate.errors import ResourceError, UsageError
+from orchestrate.job import source
+from orchestrate.job.layers import resolve
+
+
+@pytest.mark.parametrize(
+    ("text", "url", "revision", "folder"),
+    [
+        ("git+https://host/a/b.git", "https://host/a/b.git", "HEAD", ""),
+        ("git+https://me@host/a/b@v1", "https://me@host/a/b", "v1", ""),
+        ("git+ssh://git@host/a@feature/x#sub/dir", "ssh://git@host/a", "feature/x", "sub/dir"),
+        ("git+file:///a/b@abc", "file:///a/b", "abc", ""),
+    ],
+)
+def test_a_url_must_be_split(text, url, revision, folder):
+    assert source.parsed(text) == source.Repository(url, revision, folder)
+
+
+@pytest.mark.parametrize("text", ["git+https://h/a#../b", "git+https://h/a#/b", "git+https://h/a@--upload-pack=x"])
+def test_a_url_that_leads_elsewhere_must_be_refused(text):
+    with pytest.raises(UsageError, match="source: "):
+        source.parsed(text)
+
+
+@pytest.mark.parametrize("text", ["git+ext::sh -c x", "git+http://host/a", "git+/a/b", "git+git@host:a"])
+def test_other_protocols_must_be_refused(text):
+    with pytest.raises(UsageError, match="source must be"):
+        resolve({"source": text})
+
+
+def test_a_folder_without_a_repository_must_have_no_commit(tmp_path, monkeypatch):
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert source.revision(tmp_path)() == source.changes(tmp_path) == ""
+
+
+@pytest.mark.parametrize("url", ["git+https://me:pass@host/a", f"git+https://ghp_{'x' * 30}@host/a"])
+def test_a_password_in_the_url_must_be_refused_and_not_repeated(url):
+    with pytest.raises(UsageError, match="source: the URL contains a password or token") as caught:
+        source.parsed(url)
+    assert "pass@" not in str(caught.value) and "ghp_" not in str(caught.value)
+
+
+def test_an_error_of_git_must_be_shown_without_its_advice(tmp_path, monkeypatch):
+    (tmp_path / "ssh").write_text("#!/bin/sh\necho 'me@host: Permission denied (publickey).' >&2; exit 255\n")
+    (tmp_path / "ssh").chmod(0o755)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("GIT_SSH_COMMAND", str(tmp_path / "ssh"))
+    expected = r"publickey\)\.; fatal: Could not read from remote repository\.$"
+    with pytest.raises(ResourceError, match=expected):
+        source.check_out(source.parsed("git+ssh://me@host/a"))

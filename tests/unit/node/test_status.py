@@ -1,0 +1,149 @@
+"""Kubeflow's status protocol: what a script posts must become metrics, whatever it posts."""
+
+import http.client
+import json
+import os
+import threading
+import urllib.parse
+from datetime import datetime, timezone
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+from kubeflow_trainer_api import models
+from support.loops import ManualLoop
+
+from orchestrate.node.loop import Loop
+from orchestrate.node.status import MAX_CLIENTS, MAX_REQUEST, TIMEOUT, TOKEN, URL, StatusServer
+
+
+@pytest.fixture
+def status(tmp_path, monkeypatch):
+    """A server, the variables of rank 0, and functions that send requests and read what was written."""
+    loop = ManualLoop()
+    server = StatusServer(cast(Loop, loop))
+    variables = server.variables({"RANK": "0", "JOB_DIR": str(tmp_path)})
+    address = urllib.parse.urlsplit(variables[URL])
+
+    def answered(send) -> int:
+        """Send a request in a thread, and return the status of the answer."""
+        found: list[int] = []
+        connection = http.client.HTTPConnection(str(address.hostname), address.port, timeout=20)
+
+        def exchange() -> None:
+            send(connection)
+            found.append(connection.getresponse().status)
+            connection.close()
+
+        thread = threading.Thread(target=exchange)
+        thread.start()
+        while thread.is_alive():
+            loop.turn()
+        return found[0]
+
+    def post(body, token=None, path="/") -> int:
+        text = body if isinstance(body, bytes | str) else json.dumps(body)
+        token = Path(variables[TOKEN]).read_text() if token is None else token
+        headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
+        return answered(lambda connection: connection.request("POST", path, text, headers))
+
+    def rows() -> list[dict]:
+        path = tmp_path / "metrics.jsonl"
+        return [*map(json.loads, path.read_text().splitlines())] if path.exists() else []
+
+    yield SimpleNamespace(**locals())
+    server.close()
+    assert not loop.watched
+
+
+def request(percent, **metrics) -> dict:
+    """A request as Kubeflow's own client builds it."""
+    found = [{"name": name, "value": str(value)} for name, value in metrics.items()]
+    trainer = models.TrainerV1alpha1TrainerStatus.from_dict(
+        {"progressPercentage": percent, "metrics": found, "lastUpdatedTime": datetime.now(timezone.utc).isoformat()}
+    )
+    return models.TrainerV1alpha1UpdateTrainJobStatusRequest(trainerStatus=trainer).to_dict() | {
+        "trainerStatus": json.loads(json.dumps(trainer.to_dict(), default=str))
+    }
+
+
+def test_posts_must_become_rows_of_what_has_changed(status):
+    assert status.post(request(0, total_steps=90)) == 200
+    assert status.post(request(10, loss=0.5, current_step=9, total_steps=90, current_epoch=0.1)) == 200
+    assert status.post(request(20, loss=0.5, current_step=18, total_steps=90, current_epoch=0.2)) == 200
+    assert status.post(request(20, loss=0.5, current_step=18, total_steps=90, current_epoch=0.2)) == 200
+    assert status.post(request(100, loss=0.25, train_runtime=3)) == 200
+    assert status.rows() == [
+        {"total_steps": 90},
+        {"step": 9, "total_steps": 90, "loss": 0.5, "epoch": 0.1},
+        {"step": 18, "total_steps": 90, "epoch": 0.2},
+        {"step": 90, "total_steps": 90, "loss": 0.25, "train_runtime": 3},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("body", "answer"),
+    [
+        ("", 400),
+        ("{", 400),
+        ("[" * 5000, 400),
+        ("[]", 400),
+        ({"trainerStatus": []}, 400),
+        ({"trainerStatus": {"metrics": 7}}, 400),
+        ({"trainerStatus": {"metrics": [{"name": "a"}]}}, 400),
+        ({"trainerStatus": {}}, 200),
+        ({"trainerStatus": {"metrics": [{"name": "a", "value": "nan"}, {"name": "b" * 99, "value": "1"}]}}, 200),
+        ({"trainerStatus": {"progressPercentage": "x", "metrics": [{"name": "a", "value": "Infinity"}]}}, 200),
+        (b"x" * (MAX_REQUEST + 1), 413),
+    ],
+)
+def test_anything_else_must_be_answered_and_write_nothing(status, body, answer):
+    assert status.post(body) == answer
+    assert status.rows() == []
+    assert status.server.clients == []
+
+
+def test_a_post_without_the_token_must_be_refused(status):
+    assert [status.post(request(0, loss=1), token=token) for token in ("", "x", "ü")] == [401] * 3
+    assert status.answered(lambda connection: connection.request("GET", "/")) == 401
+    assert status.rows() == []
+    assert os.stat(status.variables[TOKEN]).st_mode & 0o777 == 0o400
+
+
+def test_a_request_may_arrive_in_pieces_but_not_forever(status):
+    def slowly(connection) -> None:
+        connection.putrequest("POST", "/")
+        connection.putheader("Authorization", f"Bearer {Path(status.variables[TOKEN]).read_text()}")
+        body = json.dumps(request(0, loss=1)).encode()
+        connection.putheader("Content-Length", str(len(body)))
+        connection.endheaders()
+        for byte in body:
+            connection.send(bytes([byte]))
+
+    assert status.answered(slowly) == 200
+    assert status.rows() == [{"loss": 1}]
+    silent = [http.client.HTTPConnection(str(status.address.hostname), status.address.port) for _ in range(12)]
+    for each in silent:
+        each.connect()
+        status.loop.turn()
+    assert len(status.server.clients) == MAX_CLIENTS
+    status.loop.turn(TIMEOUT)
+    assert status.server.clients == []
+    for each in silent:
+        each.close()
+
+
+def test_only_rank_0_of_a_job_without_another_server_must_post(status):
+    job = {"JOB_DIR": str(status.tmp_path)}
+    assert status.server.variables(job | {"RANK": "1"}) == status.server.variables({"RANK": "0"}) == {}
+    assert status.server.variables(job | {"RANK": "0", URL: "https://elsewhere"}) == {}
+    assert status.server.variables(job | {"RANK": "0"}) == status.variables  # as the next generation gets them
+
+
+def test_a_link_must_not_be_followed(status, tmp_path):
+    outside = tmp_path / "outside"
+    outside.write_text("")
+    (tmp_path / "metrics.jsonl").symlink_to(outside)
+    assert status.post(request(0, loss=1)) == 500
+    assert outside.read_text() == ""

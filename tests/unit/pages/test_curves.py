@@ -1,0 +1,87 @@
+"""Curves of metrics: steps that were repeated, few points, and only what is worth drawing."""
+
+import dataclasses
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.page import Page, run
+
+from orchestrate.pages import charts
+from orchestrate.pages.curves import BUCKETS, MAX_CURVES, progress, thinned
+from orchestrate.pages.page import drawn
+
+
+def test_repeated_steps_must_replace_those_before_the_restart():
+    rows = [{"step": step, "loss": float(step)} for step in (1, 2, 3, 4)]
+    rows += [{"step": step, "loss": 10.0 * step} for step in (3, 4, 5)]
+    found = progress(rows, generations=2)
+    assert found.curves == {"loss": [(1, 1), (2, 2), (3, 30), (4, 40), (5, 50)]}
+    assert (found.done, found.repeated, found.restarts, found.latest) == (7, 2, 1, 3)
+
+
+def test_a_metric_that_was_not_written_again_must_end_where_the_job_did():
+    rows = [{"step": step, "loss": 1.0, "test": step / 2} for step in (5, 6, 7, 8)]
+    found = progress([*rows, {"step": 7, "loss": 3.0}, {"step": 7, "accuracy": 0.5}], generations=2)
+    assert found.drawn() == {"loss": [(5, 1), (6, 1), (7, 3)], "test": [(5, 2.5), (6, 3)]}
+    assert (found.done, found.repeated, found.latest) == (5, 2, 1)  # the job began with a checkpoint of step 4
+
+
+def test_steps_that_go_back_without_a_restart_must_leave_other_metrics_alone():
+    rows = [{"step": 100 * epoch + step, "loss": 1.0} for epoch in (1, 2) for step in range(100)]
+    rows[100:100] = [{"step": 1, "val_loss": 2.0}]
+    found = progress([*rows, {"step": 2, "val_loss": 3.0}], generations=2)
+    assert {name: len(curve) for name, curve in found.drawn().items()} == {"loss": 200, "val_loss": 2}
+    assert (found.done, found.repeated, found.restarts) == (200, 0, 0)
+
+
+@pytest.mark.parametrize("steps", [[1000, 900], [5, -100, -99], [1e14, 1], [3, 3, 2, 4]])
+def test_no_more_steps_may_be_repeated_than_were_done(steps):
+    found = progress([{"step": step, "loss": 1} for step in steps], generations=2)
+    assert 0 <= found.repeated <= found.done
+
+
+def test_steps_that_go_back_and_forth_must_take_no_more_time():
+    """Several workers may write the same file; this takes minutes if each step back costs time for all steps."""
+    rows = ({"step": step, "loss": 1.0} for number in range(100_000) for step in (number, number + 2))
+    assert progress(rows, generations=1 << 31).restarts == 99_999
+
+
+def test_rows_without_a_step_must_be_numbered():
+    assert progress([{"loss": 3}, {"loss": 2}]).curves == {"loss": [(1, 3), (2, 2)]}
+
+
+def test_only_numbers_may_become_curves():
+    values = {"step": 1, "loss": 0.5, "ok": True, "nan": float("nan"), "huge": 1e300, "text": "a", "list": [1], "": 1}
+    assert progress([values]).curves == {"loss": [(1, 0.5)]}
+    assert len(progress([{f"m{number}": 1 for number in range(100)}]).curves) == MAX_CURVES
+
+
+def test_loss_and_accuracy_must_come_first_and_other_constants_must_not_be_drawn():
+    rows = [{"a": step, "val_acc": 1, "train_loss": 1, "samples": 12_000, "zz": -step} for step in range(2)]
+    found = progress(rows)
+    one = dataclasses.replace(run(found, 1.0), curves=found.drawn())
+    assert [*drawn([one])] == ["train_loss", "val_acc", "a", "zz"]
+    other = dataclasses.replace(one, name="other", curves={"samples": [(0, 2.0), (1, 2.0)]})
+    assert drawn([one, other])["samples"] == {"job": [(1, 12_000), (2, 12_000)], "other": [(0, 2.0), (1, 2.0)]}
+
+
+def test_a_long_curve_must_keep_its_extremes():
+    curve = [(float(step), float(step % 7)) for step in range(100_000)]
+    curve[5000] = (5000.0, 99.0)
+    curve[7000] = (7000.0, -99.0)
+    short = thinned(curve)
+    assert {(5000.0, 99.0), (7000.0, -99.0)} <= {*short} and short == sorted(short)
+    assert len(short) <= 2 * BUCKETS and thinned(curve[:100]) == curve[:100]
+
+
+VALUES = st.one_of(st.integers(), st.floats(), st.text(max_size=3), st.none(), st.booleans())
+ROWS = st.lists(st.dictionaries(st.sampled_from(["step", "loss", "<a>", "\x00"]), VALUES, max_size=4), max_size=12)
+
+
+@settings(deadline=None, derandomize=True)
+@given(ROWS)
+def test_any_metrics_must_give_a_chart(rows):
+    curves = progress(json.loads(json.dumps(rows))).drawn()
+    Page(charts.lines(curves)) if curves else None

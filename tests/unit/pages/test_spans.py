@@ -1,0 +1,137 @@
+"""The time of a job must be divided by what it was spent on, and what happened must be listed."""
+
+from typing import Any
+
+import pytest
+from support.page import run
+
+from orchestrate.job.events import (
+    CheckpointSaved,
+    Event,
+    GenerationEnded,
+    GenerationStarting,
+    JobEnded,
+    JobResumed,
+    NodeInTrouble,
+    NodesStarting,
+    OutcomeDecided,
+    RestartDecided,
+    WorkersStarted,
+)
+from orchestrate.job.outcomes import Cause, Outcome, Reason
+from orchestrate.pages.curves import progress
+from orchestrate.pages.page import duration
+from orchestrate.pages.spans import Moment, moments, spans
+
+
+def ended(outcome: Outcome, seconds: float, generation: int = 0) -> GenerationEnded:
+    cause = Cause(rank=1, node="n", exit_code=1, cause=Reason.ERROR, summary="rank 1 failed", hint="")
+    known = cause if outcome == Outcome.FAILED else None
+    return GenerationEnded(generation=generation, outcome=outcome, why="finished", cause=known, seconds=seconds)
+
+
+FIRST: list[Event] = [
+    NodesStarting(2, "process"),
+    GenerationStarting(0, (), 2, 1, seconds=1.0),
+    WorkersStarted(seconds=3.0),
+    ended(Outcome.FAILED, 10.0),
+]
+SECOND = [GenerationStarting(1, (), 2, 1, seconds=11.0), WorkersStarted(seconds=12.0)]
+
+
+def summary(events: list[Event]) -> list[tuple[str, float, float, int, str]]:
+    return [(span.kind, span.begin, span.end, span.generation, span.why) for span in spans(events)]
+
+
+def test_the_time_of_a_job_must_be_divided_without_gaps():
+    events = [*FIRST, RestartDecided(True, "", 0.0, seconds=10.0), *SECOND, ended(Outcome.SUCCEEDED, 20.0, 1)]
+    events += [OutcomeDecided(Outcome.SUCCEEDED, "", seconds=20.0), JobEnded(Outcome.SUCCEEDED, "", seconds=22.0)]
+    assert summary(events) == [
+        ("starting", 0.0, 3.0, 0, ""),
+        ("working", 3.0, 10.0, 0, "rank 1 failed"),
+        ("restarting", 10.0, 12.0, 1, ""),
+        ("working", 12.0, 20.0, 1, "finished"),
+        ("ending", 20.0, 22.0, 1, ""),
+    ]
+
+
+def test_what_follows_a_last_failure_must_count_as_ending():
+    events = [*FIRST, RestartDecided(False, "", 0.0, seconds=10.0), OutcomeDecided(Outcome.FAILED, "", seconds=11.0)]
+    assert summary([*events, JobEnded(Outcome.FAILED, "", seconds=12.0)])[2:] == [("ending", 10.0, 12.0, 0, "")]
+
+
+def test_a_generation_that_never_worked_must_prolong_the_start():
+    events = [FIRST[0], FIRST[1], ended(Outcome.FAILED, 4.0), *SECOND, JobEnded(Outcome.STOPPED, "", seconds=13.0)]
+    assert [(kind, begin, end) for kind, begin, end, *_ in summary(events)] == [
+        ("starting", 0.0, 4.0),
+        ("restarting", 4.0, 12.0),
+        ("working", 12.0, 13.0),
+    ]
+
+
+def test_the_time_until_a_job_was_resumed_must_not_count_as_work():
+    events = [*FIRST, OutcomeDecided(Outcome.FAILED, "", seconds=10.0), JobEnded(Outcome.FAILED, "", seconds=11.0)]
+    events += [JobResumed(seconds=50.0), *(type(event)(**vars(event) | {"seconds": 60.0}) for event in SECOND)]
+    assert [(kind, begin, end) for kind, begin, end, *_ in summary([*events, ended(Outcome.SUCCEEDED, 70.0, 1)])] == [
+        ("starting", 0.0, 3.0),
+        ("working", 3.0, 10.0),
+        ("ending", 10.0, 11.0),
+        ("stopped", 11.0, 50.0),
+        ("starting", 50.0, 60.0),
+        ("working", 60.0, 70.0),
+    ]
+
+
+def test_what_happened_must_be_listed_with_checkpoints_that_were_saved_one_after_the_other():
+    events = [*FIRST[:3], CheckpointSaved(seconds=4.0), CheckpointSaved(seconds=6.0), NodeInTrouble("n", "paused")]
+    events += [FIRST[3], RestartDecided(True, "restart 1 of 3", 0.0, seconds=10.5), *SECOND]
+    events += [CheckpointSaved(seconds=13.0), JobEnded(Outcome.SUCCEEDED, "", seconds=22.0), JobResumed(seconds=50.0)]
+    assert moments(events) == [
+        Moment("checkpoint", (4.0, 6.0), "2 checkpoints saved"),
+        Moment("trouble", (0.0,), "n is paused; the job waits (to resume: docker unpause)"),
+        Moment("trouble", (10.0,), "generation 0 failed: rank 1 failed"),
+        Moment("other", (10.5,), "restarting all workers (restart 1 of 3)"),
+        Moment("checkpoint", (13.0,), "1 checkpoint saved"),
+        Moment("other", (50.0,), "the job was resumed"),
+    ]
+
+
+def test_marks_must_be_on_the_bar_and_few():
+    happened = [Moment("checkpoint", tuple(step / 1000 for step in range(100_000)), "")]
+    happened += [Moment("trouble", (25.0, 1e9, -5.0), "x"), Moment("other", (50.0,), "y")]
+    found = run(progress([]), 90.0, happened).marks
+    assert len(found) == 1001 + 3 and all(0 <= percent <= 100 for percent, _, _ in found)
+    assert [mark[:2] for mark in found if mark[2].kind != "checkpoint"] == [(25.0, 25.0), (100.0, 1e9), (0.0, -5.0)]
+
+
+def test_time_for_checkpoints_and_for_the_slowest_worker_must_not_count_as_running():
+    rows: list[dict[str, Any]] = [
+        {"step": 1},
+        {"step": 10, "rank_seconds": [0.5, 0.25, 0.0]},
+        {"step": 10, "save_seconds": 3.0},
+    ]
+    rows += [{"step": 20, "rank_seconds": [0.0, 0.0, 1.5]}, {"step": 20, "save_seconds": 4.0}]
+    found = run(progress(rows), 90.0)
+    assert found.times == [
+        ("running the script", pytest.approx(90.0 - 7.0 - 12.5)),
+        ("saving checkpoints", 7.0),
+        ("waiting for the slowest worker", pytest.approx(10 * 0.25 + 10 * 1.0)),
+        ("starting nodes and workers", 10.0),
+    ]
+    assert found.goodput == pytest.approx(70.5 / 100) and found.not_counted == "saving and waiting"
+
+
+@pytest.mark.parametrize("value", [1e9, -5.0, float("nan"), float("inf"), "1", True, None, [1e9]])
+def test_no_more_time_may_be_lost_than_there_was(value):
+    rows = [{"step": 1, "save_seconds": value, "rank_seconds": [value, 0.0]}, {"step": 2, "rank_seconds": value}]
+    found = run(progress(rows), 90.0)
+    assert sum(seconds for _, seconds in found.times) == pytest.approx(100.0)
+    assert all(seconds > 0 for _, seconds in found.times) and 0 <= found.goodput <= 1
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.04, "0.0 s"), (99.9, "99.9 s"), (100, "1 min 40 s"), (7261, "2 h 1 min"), (90_000, "1 d 1 h")],
+)
+def test_durations_on_pages_must_have_two_units_at_most(seconds, text):
+    assert duration(seconds) == text

@@ -1,0 +1,121 @@
+"""Data of a job in an object store, fetched into a cache."""
+
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from support.object_stores import URL, Server
+
+from orchestrate.errors import StorageError
+from orchestrate.job.folders import cached_data
+from orchestrate.storage import dataset
+from orchestrate.storage.store import open_store
+
+
+def fetched() -> dict[str, str]:
+    folder = cached_data(URL)
+    return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_server_that_is_killed_must_be_waited_for(bucket, rclone: Server, monkeypatch):
+    from orchestrate.storage import fetch
+
+    monkeypatch.setattr(fetch, "RETRY_INTERVAL", 0.5)
+    for number in range(20):
+        (bucket / f"n{number}").write_text(str(number))
+    begun, killed = threading.Event(), threading.Event()
+
+    def progress(files: int, size: int) -> None:
+        begun.set()
+        killed.wait(60)
+
+    with ThreadPoolExecutor(1) as pool:
+        result = pool.submit(dataset.fetch, open_store(URL), progress)
+        assert begun.wait(60)
+        rclone.kill()
+        killed.set()
+        rclone.start()
+        assert result.result(60) == (22, 2 + 10 + 20)
+    assert len(fetched()) == 22
+
+
+def test_an_interrupted_fetch_must_continue(bucket, monkeypatch):
+    from orchestrate.storage import store
+
+    read, seen = store.Store.read, []
+
+    def fails_at_second(self, key):
+        seen.append(key)
+        if len(seen) == 2:
+            raise StorageError("no")
+        return read(self, key)
+
+    monkeypatch.setattr(store.Store, "read", fails_at_second)
+    with pytest.raises(StorageError, match="no"):
+        dataset.fetch(open_store(URL), lambda files, size: None)
+    count = len(fetched())
+    assert dataset.fetch(open_store(URL), lambda files, size: None)[0] == 2 - count
+    assert fetched() == {"a": "A", "sub/b": "B"}
+
+
+@pytest.mark.parametrize("key", ["../evil", "/evil", "a/../../evil", "a//b", "a\nb", "."])
+def test_names_that_lead_elsewhere_must_be_refused(key, bucket, monkeypatch, tmp_path):
+    from orchestrate.storage import store
+
+    monkeypatch.setattr(store.Store, "versions", lambda self: iter([store.Version(key, 1, "x")]))
+    with pytest.raises(StorageError, match="which is not a path"):
+        dataset.fetch(open_store(URL), lambda files, size: None)
+    assert not (tmp_path / "evil").exists() and not fetched()
+
+
+@pytest.fixture
+def objects(bucket, monkeypatch):
+    """Objects of the bucket by key, with any names."""
+    from orchestrate.storage import store
+
+    found: dict[str, str] = {}
+    versions = lambda self: iter([store.Version(key, len(text), text) for key, text in found.items()])  # noqa: E731
+    monkeypatch.setattr(store.Store, "versions", versions)
+    monkeypatch.setattr(store.Store, "read", lambda self, key: iter([found[key].encode()]))
+    return found
+
+
+def test_a_file_and_a_folder_must_be_able_to_replace_each_other_and_no_empty_folder_stay(objects):
+    for now in ({"a": "1", "b/c/d": "2"}, {"a/x/y": "3", "b": "4"}, {"a": "5"}):
+        objects.clear()
+        objects.update(now)
+        dataset.fetch(open_store(URL), lambda files, size: None)
+        assert fetched() == now
+    assert os.listdir(cached_data(URL)) == ["a"]
+
+
+def test_nodes_of_another_user_must_be_able_to_read_the_data_despite_a_umask(objects):
+    objects.update({"a/b/c": "1"})
+    earlier = os.umask(0o077)
+    try:
+        dataset.fetch(open_store(URL), lambda files, size: None)
+    finally:
+        os.umask(earlier)
+    top = cached_data(URL)
+    assert [oct(path.stat().st_mode & 0o777) for path in (top, *sorted(top.rglob("*")))] == ["0o755"] * 3 + ["0o644"]
+
+
+def test_a_file_within_a_file_must_be_reported(objects):
+    objects.update({"a": "1", "a/b": "2"})
+    with pytest.raises(StorageError, match="has objects 'a' and 'a/b'"):
+        dataset.fetch(open_store(URL), lambda files, size: None)
+
+
+def test_what_a_killed_run_has_left_must_not_stay(objects):
+    objects.update({"a": "1"})
+    (cached_data(URL) / "sub").mkdir(parents=True)
+    (cached_data(URL) / "sub" / "removed").touch()
+    (cached_data(URL).parent / "fetching-1").touch()
+    dataset.fetch(open_store(URL), lambda files, size: None)
+    assert fetched() == {"a": "1"} and not list(cached_data(URL).parent.glob("fetching-*"))
+
+
+def test_an_empty_folder_must_be_reported(bucket):
+    with pytest.raises(StorageError, match="has no objects"):
+        dataset.fetch(open_store("s3://bucket/none"), lambda files, size: None)

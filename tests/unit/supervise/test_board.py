@@ -1,0 +1,64 @@
+"""Metrics as TensorBoard events."""
+
+import json
+
+from support.tensorboard import curves
+
+from orchestrate.job.redact import Mask
+from orchestrate.supervise.board import MAX_NAMES, PATTERN, Board
+from orchestrate.view.progress import Progress
+
+
+def finished(board: Board) -> None:
+    """Write all that is left, as at the end of a job."""
+    with board:
+        pass
+
+
+def write(paths, *rows) -> None:
+    with (paths.shared / "metrics.jsonl").open("a") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+def test_rows_must_become_curves_and_repeated_steps_must_replace_earlier_ones(paths):
+    board = Board(paths, str)
+    write(paths, *({"step": step, "loss": 10.0 - step, "name": "x", "flag": True} for step in range(1, 6)))
+    board.catch_up()
+    write(paths, *({"step": step, "loss": 20.0 - step} for step in range(3, 5)), {"loss": 1.5})
+    finished(board)
+    assert curves(paths.root) == {"loss": [(1, 9.0), (2, 8.0), (3, 17.0), (4, 16.0), (5, 1.5)]}
+
+
+def test_another_supervisor_must_continue(paths):
+    write(paths, {"step": 1, "loss": 0.5})
+    finished(Board(paths, str))
+    board = Board(paths, str)
+    write(paths, {"step": 2, "loss": 0.25})
+    finished(board)
+    assert curves(paths.root) == {"loss": [(1, 0.5), (2, 0.25)]}
+
+
+def test_the_output_must_count_only_without_metrics_of_the_script(paths):
+    board = Board(paths, str)
+    for loss in (0.5, 0.25):
+        board.heard(Progress(7, 90, metrics={"loss": loss}, bar=True))
+    board.catch_up()
+    write(paths, {"step": 1, "acc": 0.75})
+    board.heard(Progress(metrics={"loss": 0.125}))
+    finished(board)
+    assert curves(paths.root) == {"loss": [(7, 0.5), (8, 0.25)], "acc": [(1, 0.75)]}
+
+
+def test_nothing_that_a_job_writes_must_do_harm(paths):
+    board = Board(paths, Mask({"API_TOKEN": "hunter2000"}, ()))
+    rows = [{"step": 1, f"metric {number}": number} for number in range(2 * MAX_NAMES)]
+    (paths.shared / "metrics.jsonl").write_text('{"step": 1, "hunter2000": NaN, "x hunter2000": 1, "\\ud800": 2}\n')
+    write(paths, {"step": -1, "big": 1e300}, {"step": 1e9, "text": "a"}, {"step": 1 << 70}, *rows)
+    finished(board)
+    found = curves(paths.root)
+    assert len(found) == MAX_NAMES and "x ***" in found and "?" in found and not any("hunter" in name for name in found)
+
+
+def test_a_job_without_metrics_must_have_no_events(paths):
+    finished(Board(paths, str))
+    assert not [*paths.root.glob(PATTERN)]

@@ -1,0 +1,285 @@
+"""From a spec to a report: a job's name, its files, and the output while it runs."""
+
+import dataclasses
+import errno
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from support.commanded import SPEC, Whole, create, end, supervise, supervised
+from support.methods import after, before
+from support.optional import not_none
+from support.scripted import ALL_WELL, KILLED
+
+from orchestrate.errors import EngineError, OrchestrateError, UsageError
+from orchestrate.files import lock, records
+from orchestrate.files.folder import Folder
+from orchestrate.files.paths import JobPaths
+from orchestrate.job import store
+from orchestrate.job.outcomes import WorkerExit
+from orchestrate.job.recorder import objects
+from orchestrate.job.spec import JobSpec
+from orchestrate.supervise import launch
+
+
+@pytest.mark.parametrize(
+    ("spec", "name"),
+    [
+        (JobSpec(), "digits"),
+        (JobSpec(name="mine"), "mine"),
+        (JobSpec(command=("-m", "my.module", "x")), "my-module"),
+        (JobSpec(command=("-m", "app.train")), "app-train"),
+        (JobSpec(command=("scripts/Train_MNIST.py", "x")), "train-mnist"),
+        (JobSpec(command=("bash", "scripts/go.sh")), "go"),
+        (JobSpec(command=("python", "-c", "x.py")), "python"),
+        (JobSpec(command=("./tool", "x.py")), "x"),
+        (JobSpec(name="  A  B!  "), "a-b"),
+        (JobSpec(name="a" * 31 + "-b"), "a" * 31),
+        (JobSpec(name="-" * 40 + "b"), "b"),
+        (JobSpec(name="日本"), "job"),
+    ],
+)
+def test_a_job_must_have_a_name_that_is_valid_for_docker_and_dns(spec, name):
+    assert store.slug(spec) == name
+    assert store.new_id(spec).startswith(f"{name}-") and len(store.new_id(spec)) == len(name) + 5
+
+
+def test_a_script_path_must_be_relative_to_the_code_folder(tmp_path, monkeypatch):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "train.py").touch()
+    monkeypatch.setattr(Path, "cwd", lambda: tmp_path)
+    spec = launch.check_script(JobSpec(command=(f"{tmp_path}/sub/../sub/train.py", "a", "/b"), trainers=5))
+    assert (spec.command, spec.trainers) == (("sub/train.py", "a", "/b"), 5)
+    monkeypatch.setattr(Path, "cwd", lambda: tmp_path / "sub")
+    (tmp_path / "outside.py").touch()
+    with pytest.raises(UsageError, match="is outside") as error:
+        launch.check_script(JobSpec(command=(f"{tmp_path}/outside.py",)))
+    assert error.value.hint.endswith(f"cd {tmp_path}")
+
+
+def test_a_script_that_looks_like_an_option_must_not_be_one_for_python(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "-c.py").touch()
+    assert launch.check_script(JobSpec(command=("./-c.py", "-c"))).command == ("./-c.py", "-c")
+
+
+def test_a_module_must_have_a_name_and_be_resolved_by_the_nodes():
+    assert launch.check_script(JobSpec(command=("-m", "nonesuch"))).command == ("-m", "nonesuch")
+    with pytest.raises(UsageError):
+        launch.check_script(JobSpec(command=("-m",)))
+
+
+# --- files
+
+DEEP = pytest.param("[" * 100_000, id="deep")
+
+
+@pytest.fixture
+def paths(tmp_path):
+    return JobPaths(tmp_path / "runs" / "a-1")
+
+
+def test_a_job_must_be_loaded_from_its_files(paths):
+    create(paths)
+    spec, plan = store.load(paths)
+    assert (spec, plan.job_id, plan.command) == (SPEC, "a-1", SPEC.command)
+    assert paths.logs.is_dir() and paths.checkpoints.is_dir()
+    with pytest.raises(UsageError, match=f"cannot write to {paths.root}: File exists"):
+        create(paths)
+    assert store.load(paths)[1].job_id == "a-1"  # still readable
+
+
+def test_a_job_on_a_cluster_must_have_its_files_in_the_nodes_folder(paths):
+    inside = paths.root.parent / "c-1" / "nodes" / "a-1"
+    inside.parent.mkdir(parents=True)
+    create(paths, cluster="c-1")
+    assert paths.shared.is_symlink() and not paths.shared.readlink().is_absolute()
+    assert {path.name for path in inside.iterdir()} == {"logs", "checkpoints"}
+    store.move_from_cluster(paths)
+    assert not paths.shared.is_symlink() and paths.shared.is_dir() and store.load(paths)[1].job_id == "a-1"
+    assert not inside.exists()
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
+@pytest.mark.parametrize(
+    ("cluster", "target", "name"),
+    [
+        *((cluster, Folder, "make") for cluster in ("", "c-1", "a-1")),
+        *((cluster, records, "write") for cluster in ("", "c-1", "a-1")),
+        *((cluster, store, "keep") for cluster in ("", "c-1", "a-1")),
+        *((cluster, Path, "symlink_to") for cluster in ("", "c-1")),
+    ],
+)
+def test_partially_created_files_of_a_job_must_be_removed(paths, monkeypatch, cluster, target, name, error):
+    inside = paths.root.parent / "c-1" / "nodes"
+    (inside / "b-1").mkdir(parents=True)
+    original = getattr(target, name)
+
+    def fail(*arguments, **options):
+        original(*arguments, **options)
+        raise error
+
+    monkeypatch.setattr(target, name, fail)
+    with pytest.raises(UsageError if isinstance(error, OSError) else KeyboardInterrupt) as raised:
+        create(paths, cluster=cluster)
+    if isinstance(error, OSError):
+        assert str(raised.value) == f"cannot write to {paths.root}: No space left on device"
+    assert [path.name for path in paths.root.parent.iterdir()] == ["c-1"]
+    assert [path.name for path in inside.iterdir()] == ["b-1"]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "{}", '{"inventory": []}', '{"inventory": {"cores": 1}}', "7", "\0", "[" * 100_000]
+)
+def test_an_invalid_plan_must_be_refused_with_its_folder(paths, text):
+    create(paths)
+    paths.plan.write_text(text)
+    with pytest.raises(UsageError, match=f"{paths.root} does not contain a job"):
+        store.load(paths)
+
+
+def test_a_plan_with_an_unknown_key_must_be_refused(paths):
+    create(paths)
+    paths.plan.write_text(json.dumps({**json.loads(paths.plan.read_text()), "later": 1}))
+    with pytest.raises(UsageError):
+        store.load(paths)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "7", '"succeeded"', "null", DEEP])
+def test_an_invalid_report_must_not_count_as_the_end_of_a_job(paths, text):
+    create(paths)
+    assert store.ended(paths) is None
+    records.write(paths.report, text)
+    assert store.ended(paths) is None
+    end(paths)
+    assert not_none(store.ended(paths))["outcome"] == "succeeded"
+    whole = json.loads(paths.report.read_text())
+    for key in ("outcome", "world_size", "failures"):
+        records.write(paths.report, json.dumps({name: value for name, value in whole.items() if name != key}))
+        assert store.ended(paths) is None
+
+
+@pytest.mark.parametrize("name", ["job.yaml", "plan.json"])
+def test_a_replaced_file_must_be_refused(paths, name):
+    create(paths)
+    path = paths.root / name
+    path.write_text(
+        path.read_text().replace("engine: docker", "engine: process").replace("trainers: 2", "trainers: 1") + "\n"
+    )
+    with pytest.raises(UsageError, match=f"{name} has been changed"):
+        store.load(paths)
+
+
+def test_a_replaced_report_must_not_count(paths):
+    create(paths)
+    end(paths)
+    original = paths.report.read_text()
+    paths.report.write_text(original.replace("succeeded", "failed"))
+    assert store.ended(paths) is None
+    paths.report.write_text(original)
+    assert not_none(store.ended(paths))["outcome"] == "succeeded"
+
+
+def test_a_job_must_be_removed_completely_or_raise_the_reason(paths):
+    create(paths)
+    paths.log(0).touch()
+    store.remove(paths)
+    assert not paths.root.exists() and paths.root.parent.exists()
+    with pytest.raises(OrchestrateError, match=f"cannot remove {paths.root}"):
+        store.remove(paths)
+
+
+# --- supervision and report
+
+
+def test_a_finished_job_must_have_a_report_and_events(paths):
+    create(paths)
+    paths.metrics.write_text('{"step": 4, "loss": 0.5}\n')
+    for name in (names := [f"step-{number:02}" for number in (10, 3, 7, 1, 9, 2)]):
+        (paths.checkpoints / name).mkdir()
+        (paths.checkpoints / name / "state.pt").touch()
+    (paths.checkpoints / ".hidden").touch()
+    (paths.checkpoints / ".step-11.half").mkdir()
+    (paths.checkpoints / ".step-11.half" / "state.pt").touch()
+    (paths.checkpoints / "last").symlink_to("step-10")
+    data, shown = supervise(paths, Whole([KILLED], [ALL_WELL]))
+    assert store.ended(paths) == data
+    assert (data["outcome"], data["generations"], data["final_metrics"]) == ("succeeded", 2, {"step": 4, "loss": 0.5})
+    assert data["checkpoints"] == [str(paths.checkpoints / name / "state.pt") for name in sorted(names)]
+    events = objects(paths.events.read_bytes().splitlines())
+    assert (events[0]["event"], events[0]["job_id"]) == ("supervisor_started", "a-1")
+    ended = events[-1]
+    assert (ended["event"], ended["outcome"], ended["reason"]) == ("job_ended", "succeeded", "finished")
+    assert data["duration_s"] == ended["seconds"]
+    assert store.load(paths)[1].generation == 1  # of the newest generation
+    assert [line for line in shown if line.startswith("generation 0 failed: rank 1 on trainer-1")]
+    assert lock.holder(paths) is None
+
+
+def test_the_key_of_a_job_must_be_deleted_with_its_nodes(paths, monkeypatch):
+    create(paths)
+    assert len(records.need(paths.root).key) == 64
+    engine = Whole([ALL_WELL], [ALL_WELL])
+    monkeypatch.setattr(engine, "down", fail_to_remove)
+    assert supervise(paths, engine)[0]["left_behind"] == "no space left"
+    assert records.need(paths.root).key  # needed to stop the nodes
+    create(other := JobPaths(paths.root.with_name("b-1")))
+    supervise(other, Whole([ALL_WELL]))
+    assert not records.need(other.root).key
+
+
+def fail_to_remove(grace: float, stopped: Callable[[], bool]) -> None:
+    raise EngineError("no space left")
+
+
+def test_a_report_must_describe_the_final_nodes_of_a_job(paths, monkeypatch):
+    monkeypatch.setattr("orchestrate.supervise.nodes.MAX_ATTEMPTS", 1)
+    create(paths, dataclasses.replace(SPEC, min_trainers=0))
+    engine = Whole([KILLED], [[WorkerExit(0, 0), WorkerExit(1, 0)]])
+    engine.start = after(engine.start, lambda: engine.missing.add("trainer-1"))
+    data, _ = supervise(paths, engine)
+    assert (data["world_size"], store.load(paths)[1].nodes) == (2, ("master", "trainer-2"))
+
+
+def test_a_job_that_cannot_start_must_write_a_report_and_raise(paths):
+    create(paths)
+    engine = Whole()
+    engine.missing = {"trainer-1"}
+    with pytest.raises(EngineError, match="no such node"):
+        supervise(paths, engine)
+    ended = not_none(store.ended(paths))
+    assert (ended["outcome"], ended["reason"]) == ("failed", "could not start: no such node")
+    assert objects(paths.events.read_bytes().splitlines())[-1]["event"] == "job_ended"
+
+
+def test_a_failure_to_write_the_report_must_not_hide_the_outcome(paths):
+    create(paths)
+    paths.report.mkdir()
+    data, shown = supervise(paths, Whole([ALL_WELL]))
+    assert data["outcome"] == "succeeded"
+    assert [line for line in shown if line.startswith(f"warning: could not finish all files of {paths.root}: ")]
+
+
+def test_a_job_must_not_get_a_second_supervisor(paths):
+    engine = Whole([ALL_WELL])
+    with supervised(create(paths).root), pytest.raises(BlockingIOError):
+        supervise(paths, engine)
+    assert engine.calls == [] and not paths.events.exists()
+
+
+def test_a_job_on_a_cluster_must_lock_it_and_get_its_files_back_at_the_end(paths, monkeypatch):
+    inside = paths.root.parent / "c-1" / "nodes" / "a-1"
+    JobPaths(paths.root.parent / "c-1").create_cluster()
+    create(paths, cluster="c-1")
+    seen = []
+    engine = Whole([ALL_WELL])
+    engine.up = before(engine.up, lambda: seen.append(engine.run))
+    locked: list[JobPaths] = []
+    held = lock.held
+    monkeypatch.setattr(lock, "held", lambda of: (locked.append(of), held(of))[1])
+    data, _ = supervise(paths, engine)
+    assert data["outcome"] == "succeeded"
+    assert seen == [inside.parent]  # the folder of the cluster's nodes
+    assert locked == [paths, JobPaths(inside.parents[1])]
+    assert not paths.shared.is_symlink() and store.ended(paths) == data and not inside.exists()

@@ -1,0 +1,232 @@
+"""The output of workers must be shown while their job runs, in order and as a whole."""
+
+import dataclasses
+import io
+import sys
+import threading
+
+import pytest
+from support.commanded import SPEC, Whole, create, supervise
+from support.methods import after, raising
+from support.scripted import ALL_WELL, KILLED
+from support.waiting import eventually
+
+from orchestrate.console import stream
+from orchestrate.files.paths import JobPaths
+from orchestrate.job import store
+from orchestrate.job.outcomes import WorkerExit
+from orchestrate.job.times import Clock
+from orchestrate.supervise import launch, output
+from orchestrate.supervise.output import Output
+from orchestrate.view.screen import Shown
+
+
+@pytest.fixture
+def paths(tmp_path):
+    return JobPaths(tmp_path / "runs" / "a-1")
+
+
+def test_all_worker_output_must_be_shown_before_the_end_with_node_and_rank(paths):
+    create(paths)
+    engine = Whole([ALL_WELL])
+    start = engine.start
+
+    def write(plan) -> None:
+        start(plan)
+        paths.log(0).write_text("first\nlast, without a newline")
+        paths.log(2).write_text("[node] generation 0\nother\n")
+
+    engine.start = write
+    _, shown = supervise(paths, engine)
+    assert sorted(line for line in shown if line.startswith("[")) == [
+        "[0] first",
+        "[0] last, without a newline",
+        "[2] other",  # generation markers are left out: the supervisor prints its own message
+    ]
+
+
+def test_the_end_of_a_generation_must_be_shown_before_output_of_the_next(paths, monkeypatch):
+    # so that only our own messages trigger a read of the logs
+    monkeypatch.setattr(output, "INTERVAL", (3600.0, 3600.0))
+    create(paths)
+    engine, shown = Whole([[WorkerExit(0, 1)]], [ALL_WELL]), []
+    start = engine.start
+
+    def write(plan) -> None:
+        start(plan)
+        if engine.calls.count("start") == 2:
+            eventually(lambda: any("restarting all workers" in line for line in shown), timeout=30)
+        paths.log(0).write_text("hello\n" * engine.calls.count("start"))
+
+    engine.start = write
+    launch.supervise(paths, engine, lambda: 0, Shown(shown.append))
+    hello = [index for index, line in enumerate(shown) if "hello" in line]
+    again = [index for index, line in enumerate(shown) if "restarting all workers" in line]
+    assert len(hello) == 2 and len(again) == 1 and hello[0] < again[0] < hello[1]
+
+
+def test_a_flood_of_lines_must_not_delay_the_end_or_our_messages(paths, monkeypatch):
+    monkeypatch.setattr(output, "LAST_LINES_TIMEOUT", -1.0)
+    create(paths)
+    engine = Whole([ALL_WELL])
+    engine.start = after(engine.start, lambda: paths.log(0).write_text("\n" * (8 << 20)))
+    _, shown = supervise(paths, engine)
+    assert f"warning: some worker output was not shown: see {paths.logs}" in shown[-3:]
+    assert shown.count("[0] ") < 8 << 20
+
+
+def test_a_flood_from_many_workers_must_not_delay_the_end(paths, monkeypatch):
+    monkeypatch.setattr(output, "LAST_LINES_TIMEOUT", -1.0)
+    monkeypatch.setattr(output, "MAX_SHOW_SECONDS", 0.01)
+    create(paths)
+    engine = Whole([ALL_WELL])
+    start = engine.start
+
+    def write(plan) -> None:
+        start(plan)
+        for rank in range(3):
+            paths.log(rank).write_text("\n" * (1 << 20))  # the amount that is read of each at a time
+
+    engine.start = write
+    _, shown = supervise(paths, engine)
+    assert f"warning: some worker output was not shown: see {paths.logs}" in shown[-3:]
+    assert len(shown) < 1 << 20
+
+
+def test_lines_left_over_from_a_long_turn_must_be_shown_in_the_next_turns(paths, monkeypatch):
+    monkeypatch.setattr(output, "MAX_SHOW_SECONDS", -1.0)
+    create(paths)
+    engine = Whole([ALL_WELL])
+    written = [f"line {number}" for number in range(300)]
+    engine.start = after(engine.start, lambda: paths.log(0).write_text("\n".join(written)))
+    _, shown = supervise(paths, engine)
+    assert [line.removeprefix("[0] ") for line in shown if line.startswith("[0]")] == written
+
+
+def test_output_of_replacement_nodes_must_be_shown_under_their_own_names(paths, monkeypatch):
+    monkeypatch.setattr("orchestrate.supervise.nodes.MAX_ATTEMPTS", 1)
+    create(paths, dataclasses.replace(SPEC, min_trainers=0))
+    engine = Whole([KILLED], [[WorkerExit(0, 0), WorkerExit(1, 0)]])
+    start = engine.start
+
+    def write(plan) -> None:
+        start(plan)
+        engine.missing.add("trainer-1")
+        with paths.log(1).open("a") as file:
+            file.write(f"of {plan.workers[1].node}\n")
+
+    engine.start = write
+    _, shown = supervise(paths, engine)
+    assert "[1] of trainer-2" in shown
+
+
+def test_lines_must_be_shown_from_the_last_shown_position(paths):
+    create(paths)
+    paths.log(0).write_text("".join(f"line {number}\n" for number in range(1000)))
+    follower = launch.rest(paths, *store.load(paths))
+    last = [line.text for line in follower.lines()]
+    assert last[-1] == "line 999" and len(last) < 1000
+    with paths.log(0).open("a") as file:
+        file.write("new\n")
+    _, shown = supervise(paths, Whole([ALL_WELL]), follower=follower)
+    assert [line for line in shown if line.startswith("[")] == ["[0] new"]
+
+
+def test_worker_output_must_be_shown_before_a_later_message_of_ours(paths):
+    create(paths)
+    release, shown = threading.Event(), []
+
+    def show(line: str) -> None:
+        shown.append(line)
+        release.set()
+
+    follower, plan = launch.rest(paths, *store.load(paths)), store.load(paths)[1]
+    out = Output(follower, plan, Shown(show), Clock(paths.times), lambda: None)
+    with out.following():
+        paths.log(0).write_text("of a worker\n")
+        out.in_turn(lambda: show("ours"))
+        out.in_turn(lambda: show("ours again"))
+    assert release.is_set() and shown == ["[0] of a worker", "ours", "ours again"]
+
+
+def test_worker_output_must_be_shown_even_if_the_supervisor_crashes(paths):
+    create(paths)
+    engine, shown = Whole([]), []
+    engine.start = after(engine.start, lambda: paths.log(0).write_text("last"))
+    engine.wait = raising(KeyError)
+    before = threading.active_count()
+    with pytest.raises(KeyError):
+        launch.supervise(paths, engine, lambda: 0, Shown(shown.append))
+    assert shown[-1] == "[0] last"
+    eventually(lambda: threading.active_count() <= before)
+
+
+def test_a_reader_that_stops_reading_must_not_block_the_supervisor(paths, monkeypatch):
+    monkeypatch.setattr(output, "READER_TIMEOUT", 0.01)
+    create(paths)
+    engine, resume = Whole([KILLED], [ALL_WELL]), threading.Event()
+
+    def show(line: str) -> None:
+        resume.wait(60)
+
+    data = launch.supervise(paths, engine, lambda: 0, Shown(show))
+    resume.set()
+    assert (data["outcome"], data["generations"]) == ("succeeded", 2)
+
+
+def test_an_error_in_the_output_thread_must_not_end_all_output(paths, monkeypatch):
+    create(paths)
+    engine, texts, calls = Whole([ALL_WELL]), output.Printing.texts, []
+
+    def broken(*arguments):
+        calls.append(1)
+        if len(calls) == 1:
+            raise KeyError("a bug")
+        return texts(*arguments)
+
+    monkeypatch.setattr(output.Printing, "texts", broken)
+    engine.start = after(engine.start, lambda: paths.log(0).write_text("a line\n"))
+    _, shown = supervise(paths, engine)
+    assert "[0] a line" in shown
+
+
+def test_a_long_line_that_arrives_in_parts_must_be_shown_at_the_end(paths, monkeypatch):
+    monkeypatch.setattr(output, "MAX_READ", 1000)
+    monkeypatch.setattr(output, "MIN_READ", 1000)
+    create(paths)
+    engine = Whole([ALL_WELL])
+    engine.start = after(engine.start, lambda: paths.log(0).write_text("x" * 100_000 + "\nlast\n"))
+    _, shown = supervise(paths, engine)
+    assert "[0] last" in shown
+
+
+def test_a_progress_bar_must_go_to_the_same_stream_as_worker_output(paths, monkeypatch):
+    """Stdout may be reserved for the report."""
+    monkeypatch.setattr("orchestrate.console.PROGRESS_INTERVAL", -1.0)
+    create(paths)
+    engine, shown, lines = Whole([[], ALL_WELL]), [], []
+    engine.start = after(engine.start, lambda: paths.log(0).write_text("10%\r"))
+    engine.wait, wait = lambda timeout: (eventually(lambda: lines), wait(timeout))[1], engine.wait
+    launch.supervise(paths, engine, lambda: 0, Shown(shown.append, lines.append))
+    assert lines[0] == "[0] 10%" and not any("10%" in line for line in shown)
+
+
+class Stuck(io.StringIO):
+    """A stdout that is not read."""
+
+    resume = threading.Event()
+
+    def write(self, text: str) -> int:
+        self.resume.wait()
+        return len(text)
+
+
+@pytest.mark.timeout(60)
+def test_an_unread_stdout_must_not_block_the_supervisor(paths, monkeypatch):
+    monkeypatch.setattr(output, "READER_TIMEOUT", 0.01)
+    monkeypatch.setattr(sys, "stdout", Stuck())
+    create(paths)
+    paths.log(0).write_text("line\n")
+    data = launch.supervise(paths, Whole([KILLED], [ALL_WELL]), lambda: 0, Shown(lambda _: None, stream))
+    Stuck.resume.set()
+    assert (data["outcome"], data["generations"]) == ("succeeded", 2)

@@ -1,0 +1,53 @@
+"""What a job that is resumed knows of the time before; on a scripted engine."""
+
+from support.scripted import Job
+
+from orchestrate.engines.recording import RecordingEngine
+from orchestrate.job import events
+from orchestrate.job.history import History
+from orchestrate.job.outcomes import GenerationResult, Outcome, WorkerExit
+from orchestrate.job.recorder import Recorder
+from orchestrate.job.spec import JobSpec
+
+
+def test_a_resumed_job_must_have_its_restart_budget_again(tmp_path, monkeypatch):
+    failure = [[[WorkerExit(1, 1)]], [[WorkerExit(0, 1)]]]
+    job = Job(tmp_path, monkeypatch)
+    spec = JobSpec(trainers=2, grace=0.01, max_restarts=1)
+    assert job.run(RecordingEngine(*failure), spec).why == "max_restarts is 1"
+    emit = Recorder(job.paths.events)
+    emit(events.JobEnded(Outcome.FAILED, "max_restarts is 1"))
+    emit(events.JobResumed())
+    emit.close()
+    done = job.run(RecordingEngine(*failure[:1], [[WorkerExit(rank, 0) for rank in range(3)]]), spec)
+    assert done.outcome == Outcome.SUCCEEDED
+    assert [each["generation"] for each in job.noted("generation_starting")] == [0, 1, 2, 3]
+
+
+def test_time_between_end_and_resumption_must_not_count(tmp_path, monkeypatch):
+    path, clock = tmp_path / "events.jsonl", [1000.0]
+    monkeypatch.setattr("time.time", lambda: clock[0])
+    monkeypatch.setattr("time.monotonic", lambda: clock[0])
+    for event, passes in [
+        (events.SupervisorStarted("j"), 7),
+        (events.JobEnded(Outcome.FAILED, ""), 500),
+        (events.JobResumed(), 3),
+        (events.SupervisorStarted("j"), 2),
+    ]:
+        emit = Recorder(path)
+        emit(event)
+        emit.close()
+        clock[0] += passes
+    emit = Recorder(path)
+    assert [event.seconds for event in emit.events] == [0, 7, 7, 10]
+    assert emit.seconds() == 12
+    emit.close()
+    assert History(emit.events).since == 7
+
+
+def test_the_state_of_a_resumed_job_must_know_what_came_before():
+    ended = events.GenerationEnded(generation=4, outcome=Outcome.FAILED, why="")
+    past = [ended, events.OutcomeDecided(Outcome.FAILED, ""), events.JobEnded(Outcome.FAILED, "")]
+    history = History([*past, events.JobResumed()])
+    assert (history.outcome, history.recent, len(history.ended)) == (None, [], 1)
+    assert isinstance(History([*past, events.JobResumed(), ended]).recent[0], GenerationResult)

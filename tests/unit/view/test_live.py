@@ -1,0 +1,221 @@
+"""The picture of a running job: what it contains at any size, and what the live view does with a terminal."""
+
+import io
+import re
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+from support.plans import HERE, plan
+
+from orchestrate.job import events, store
+from orchestrate.job.outcomes import Activity, Outcome
+from orchestrate.job.spec import JobSpec
+from orchestrate.view.folded import PlainScreen
+from orchestrate.view.live import LiveScreen
+from orchestrate.view.progress import parse
+from orchestrate.view.render import picture, spark
+from orchestrate.view.state import View, clock
+
+KEYS = "Ctrl-C stops the job; closing the terminal does not"
+TQDM = "Epoch 1:  45%|####5     | {}/270 [00:04<01:02,  2.00s/it, loss=0.25]"
+
+
+def view(trainers: int) -> View:
+    """A job whose workers have started at second 3."""
+    found = View(plan(JobSpec(trainers=trainers), HERE, "digits-4f2a"), 0.0)
+    found.event(events.WorkersStarted(), 3.0)
+    return found
+
+
+def drawn(state: View, now: float, width: int = 120, height: int = 40) -> list[str]:
+    output = io.StringIO()
+    Console(file=output, width=width, height=height).print(picture(state, now, width, height, KEYS))
+    lines = output.getvalue().splitlines()
+    assert all(len(line) <= width for line in lines) and len(lines) <= max(height // 2 + 1, 9), lines
+    return [line.rstrip() for line in lines]
+
+
+def test_a_line_must_show_the_state_of_each_worker():
+    state = view(2)
+    for step in range(10, 15):
+        state.ranks[0].hear(parse(TQDM.format(step)), 4.0 + step)
+    state.activity({rank: Activity("R", 1.0, 256 << 20) for rank in range(3)}, 18.0)
+    state.activity({0: Activity("R", 3.0, 256 << 20), 1: Activity("S", 1.0, 256 << 20)}, 20.0)
+    state.event(events.WorkerEnded(2, "trainer-2", 1, False), 19.0)
+    state.event(events.RestartDecided(True, "restart 1 of 3", 0.0, seconds=19.5), 19.0)
+    state.enter("starting 3 nodes", 18.0)
+    lines = drawn(state, 20.0)
+    assert lines[0].startswith(f"{state.job_id}  20 s  starting 3 nodes (2 s)  goodput 85%  loss 0.25")
+    assert lines[1].startswith("step 14 of 270 ") and lines[1].endswith("5%  1:02 left")
+    assert re.split("  +", lines[2].strip()) == [
+        *("0 master", "running", "step 14", "████", "2 s/step", "1.0 cores", "256 MiB", "loss 0.25"),
+    ]
+    assert re.split("  +", lines[3].strip()) == ["1 trainer-1", "running", "0.0 cores", "256 MiB", "idle 17 s"]
+    assert re.split("  +", lines[4].strip())[:2] == ["2 trainer-2", "failed"]
+    assert lines[5].strip() == "19.5 s  restarting all workers (restart 1 of 3)"
+    assert lines[6] == KEYS
+
+
+@pytest.mark.parametrize(("width", "height"), [(32, 8), (80, 24), (200, 60)])
+@pytest.mark.parametrize("trainers", [0, 3, 63])
+def test_the_picture_must_fit_any_terminal_and_show_the_workers_that_need_attention(width, height, trainers):
+    state = view(trainers)
+    last = state.ranks[trainers]
+    for rank in state.ranks.values():
+        rank.hear(parse(TQDM.format(100)), 4.0)
+    state.event(events.WorkerEnded(last.number, last.node, 1, False), 5.0)
+    lines = drawn(state, 5.0, width, height)
+    assert any(f"{last.number} {last.node}" in line for line in lines)
+    shown = sum(bool(re.match(r" +\d+ (master|trainer)", line)) for line in lines)
+    more = next((int(match[1]) for line in lines if (match := re.match("  and ([0-9]+) more", line))), 0)
+    assert shown + more == trainers + 1
+
+
+def test_a_new_generation_must_start_anew():
+    state = view(1)
+    state.ranks[0].hear(parse(TQDM.format(100)), 4.0)
+    state.planned(plan(JobSpec(trainers=0), HERE, "digits-4f2a", generation=1))
+    assert "generation 1" in drawn(state, 5.0)[0] and len(state.ranks) == 1 and not state.ranks[0].progress.step
+
+
+def test_a_worker_must_not_be_idle_while_another_reports_steps():
+    state = view(1)
+    state.measure({"step": 1, "loss": 0.5}, 20.0)
+    assert not any("idle" in line for line in drawn(state, 24.0))
+    state.measure({"step": 1, "loss": 0.5}, 25.0)  # no other step
+    assert [line.split()[0] for line in drawn(state, 26.0) if "idle" in line] == ["1"]
+
+
+def test_metrics_of_the_script_must_be_shown():
+    state = view(1)
+    state.measure({"step": 7, "total_steps": 20, "loss": 0.5, "note": "x", "\x1b[2J": 1, "huge": 1 << 2000}, 5.0)
+    lines = drawn(state, 6.0)
+    assert "loss 0.5" in lines[0] and lines[1].startswith("step 7 of 20")
+
+
+def test_a_metric_of_the_script_must_not_be_replaced_by_one_of_that_name_in_its_output():
+    state = view(1)
+    state.hear(0, parse("epoch 1: loss 0.75, acc 0.5"), 4.0)
+    state.measure({"step": 7, "loss": 0.5}, 5.0)
+    state.hear(0, parse("epoch 1: loss 0.25, acc 0.6"), 6.0)
+    assert drawn(state, 6.0)[0].endswith("  loss 0.5  acc 0.6")
+    state.measure({"step": 8, "loss": 0.125}, 7.0)
+    assert drawn(state, 8.0)[0].endswith("  loss 0.125  acc 0.6")
+
+
+def steps(state: View, first: int, last: int) -> None:
+    for step in range(first, last + 1):
+        state.work.steps.take({"step": step})
+
+
+def test_the_head_must_show_the_goodput_and_the_age_of_the_last_checkpoint():
+    state = view(1)
+    assert state.goodput(3.0) is None
+    steps(state, 1, 10)
+    assert state.goodput(13.0) == pytest.approx(10 / 13)
+    assert drawn(state, 13.0)[0] == "digits-4f2a  13 s  goodput 77%"
+    state.event(events.CheckpointSaved(), 14.0, age=2.0)
+    state.event(generation_ended(), 13.0)
+    assert state.goodput(20.0) == pytest.approx(10 / 20)
+    state.planned(plan(JobSpec(trainers=1), HERE, "digits-4f2a"))
+    state.event(events.WorkersStarted(), 20.0)
+    steps(state, 6, 15)  # of these 20 steps, five are repeated ones
+    assert state.goodput(30.0) == pytest.approx(20 * 15 / 20 / 30)
+    assert "  checkpoint 18 s ago  goodput 50%" in drawn(state, 30.0)[0]
+    state.event(events.JobResumed(), 100.0)
+    assert state.goodput(101.0) is None and drawn(state, 101.0)[0].startswith("digits-4f2a  1:41")
+
+
+def test_steps_of_bars_must_not_count_as_repeated():
+    state = view(1)
+    for start in (3.0, 10.0):
+        state.event(events.WorkersStarted(), start)
+        for step in [*range(10), *range(10)]:
+            state.hear(0, parse(TQDM.format(step)), start + step / 2)
+    assert state.goodput(20.0) == pytest.approx(17 / 20)
+
+
+def test_a_loss_that_is_no_longer_a_number_must_be_shown():
+    state = view(1)
+    state.measure({"step": 1, "loss": 2.5}, 4.0)
+    state.measure({"step": 2, "loss": float("nan"), "grad": float("inf")}, 5.0)
+    assert drawn(state, 6.0)[0].endswith("  loss NaN  grad Infinity")
+
+
+def test_names_in_the_output_must_not_reach_the_terminal_as_control_characters():
+    state = view(1)
+    state.hear(0, parse(r"{'\x1b\x5b2Jloss': 0.5, 'acc': 0.25}"), 4.0)
+    assert drawn(state, 5.0)[0].endswith("acc 0.25") and "\x1b" not in "".join(drawn(state, 5.0))
+
+
+@pytest.mark.parametrize("width", [60, 64, 80, 100, 200])
+@pytest.mark.parametrize("node", ["trainer-1", "a-very-long-name-of-a-node"])
+def test_an_idle_worker_must_be_seen_on_any_terminal(width, node):
+    state = view(1)
+    state.ranks[1].node = node
+    for step in range(1, 40):
+        state.hear(0, parse(f"step {step} loss 0.123456 val_loss 0.98765"), 3.0 + step)
+    assert any("running" in line and line.endswith("  idle 58 s") for line in drawn(state, 100.0, width))
+
+
+def generation_ended() -> events.GenerationEnded:
+    return events.GenerationEnded(generation=0, outcome=Outcome.FAILED, why="a worker failed")
+
+
+@pytest.mark.parametrize("width", [80, 100, 110, 200])
+def test_long_metrics_must_not_shorten_the_other_columns(width):
+    state = view(1)
+    for step in range(1, 40):
+        state.hear(0, parse(f"step {step} loss 0.123456 val_loss 0.98765 val_acc 0.55555 lr 0.0001"), 3.0 + step)
+    state.activity({0: Activity("R", 1.0, 500 << 20)}, 43.0)
+    first = drawn(state, 43.0, width)[-3]
+    assert first.startswith("  0 master     running  step 39  "), first
+    assert "1 s/step" in first and "loss 0.1235" in first and "500 MiB" in first, first
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0 s"), (59.9, "59 s"), (125, "2:05"), (3725, "1:02:05"), (-1, "0 s")]
+)
+def test_durations_must_be_short(seconds, text):
+    assert clock(seconds) == text
+
+
+def test_a_sparkline_must_show_the_last_values_from_0_to_their_maximum():
+    assert spark([1.0, 2.0, 4.0]) == "▃▅█" and spark([]) == "" and spark([0.0]) == "▁"
+    assert len(spark([1.0] * 100)) == 12
+
+
+def test_a_line_of_status_must_be_printed_from_time_to_time(paths, capsys, monkeypatch):
+
+    screen = PlainScreen(store.look(paths)[1], paths)
+    monkeypatch.setattr("orchestrate.view.folded.STATUS_INTERVAL", 0.0)
+    screen.refresh(lambda: {0: parse(TQDM.format(135))})
+    assert capsys.readouterr().err == ""  # it is too early
+    screen.due = screen.next_read = 0.0
+    for _ in range(2):
+        screen.refresh(lambda: {0: parse(TQDM.format(135))})
+    assert capsys.readouterr().err == "a-1: step 135 of 270 (50%), 1:02 left, loss 0.25\n"  # once
+    screen.next_read = 0.0
+    (paths.shared / "metrics.jsonl").write_text('{"step": 200, "total_steps": 270, "loss": 0.125}\n')
+    screen.refresh(dict)
+    assert capsys.readouterr().err.startswith("a-1: step 200 of 270 (74%)")
+
+
+def test_pictures_must_be_drawn_less_often_if_they_take_long(paths, monkeypatch):
+    pytest.importorskip("rich")
+    screen = LiveScreen(store.look(paths)[1], paths, KEYS)
+    clock = SimpleNamespace(now=100.0, cpu=0.0)
+    clock.monotonic, clock.thread_time = lambda: clock.now, lambda: clock.cpu
+    monkeypatch.setattr("orchestrate.view.live.time", clock)
+    drawings: list[float] = []
+
+    def draw() -> None:
+        drawings.append(clock.now)
+        clock.cpu += 0.02  # of a second
+
+    monkeypatch.setattr(screen, "_draw", draw)
+    for tenth in range(30):
+        clock.now = 100.0 + tenth / 10
+        screen.refresh(dict)
+    assert drawings == [100.0, 101.0, 102.0]  # 2% of a core
