@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from orchestrate import console, errors
-from orchestrate.cli import cluster, older
+from orchestrate.cli import cluster
 from orchestrate.cli.find import find
 from orchestrate.console import out, print_message, stream
 from orchestrate.engines import choice
@@ -104,8 +104,8 @@ def doctor(spec: JobSpec) -> int:
 def down(args: argparse.Namespace) -> int:
     """Remove a cluster."""
     matches = [each for each in cluster.found(args.runs) if each.name.startswith(args.cluster)]
-    if not matches:
-        older.refuse(args.cluster, args.runs, choice.available_engines())
+    if not matches and (lost := _lost_nodes(args.cluster)):
+        return _remove_lost(args, lost)
     if len(matches) != 1:
         known = ", ".join(each.name for each in matches or cluster.found(args.runs))
         what = f"{args.cluster} matches {len(matches)} clusters" if matches else f"no such cluster: {args.cluster}"
@@ -122,6 +122,25 @@ def down(args: argparse.Namespace) -> int:
         raise UsageError(f"{name} is in use by {user}", f"python -m orchestrate {f'stop {job}' if job else 'ps'}")
     cluster.take_down(engine, chosen, grace=30)
     print_message(f"{name} removed")
+    return errors.SUCCEEDED
+
+
+def _lost_nodes(name: str) -> list[tuple[Engine, str]]:
+    """Return the resources of a cluster whose files are gone, for example because its project was moved."""
+    engines = choice.available_engines()
+    states = [state for engine in engines for state in engine.jobs() if state.job_id == name]
+    lost = any(state.cluster and state.named and not os.path.lexists(state.paths.root) for state in states)
+    return _resources(engines, name) if lost else []
+
+
+def _remove_lost(args: argparse.Namespace, resources: list[tuple[Engine, str]]) -> int:
+    if args.dry_run:
+        for _, resource in resources:
+            out(resource)
+        return errors.SUCCEEDED
+    for engine in {id(engine): engine for engine, _ in resources}.values():
+        engine.remove(args.cluster, grace=30)
+    print_message(f"{args.cluster} removed; its files were already gone")
     return errors.SUCCEEDED
 
 

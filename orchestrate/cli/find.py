@@ -7,7 +7,6 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from orchestrate.cli import older
 from orchestrate.cli.options import LATEST, RUN_COMMANDS, RUNS
 from orchestrate.errors import UsageError
 from orchestrate.files import records
@@ -47,8 +46,6 @@ def find(args: argparse.Namespace, engines: list[Engine]) -> Path:
         )
     if folder.parent != args.runs:
         owners.check(folder.parent)
-    if not found:
-        older.refuse(args.job, args.runs, engines)
     if len(found) != 1:
         what = f"{args.job} matches {len(found)} jobs" if found else f"no such job: {args.job}"
         known = _newest([JobPaths(runs[name]) for name in found or here])

@@ -149,8 +149,7 @@ class ProcessSession:
         self.folder, self.spec, self.run, self.key = folder, spec, run, key_of(run)
         self.secrets, self.workdir = str(folder / "secrets"), plan.placement.cwd
         self.cwd, self.persistent = plan.placement.code, bool(plan.placement.cluster)  # `stays`: nodes outlive the job
-        python = plan.placement.python
-        self.python = python if os.path.isabs(python) else sys.executable  # an older plan does not have it
+        self.python = plan.placement.python
         self.nodes: dict[str, _Node] = {}
         self.clients = NodeClients(self, warn)
 

@@ -25,7 +25,7 @@ from orchestrate.files.folder import content, write_whole
 from orchestrate.files.mountinfo import paths
 from orchestrate.node.trees import FOLDER
 
-FOREIGN = "it was moved or copied, or created by another user, on another machine or by an older version"
+FOREIGN = "it was moved or copied, or created by another user or on another machine"
 STATE = (".local", "state", "orchestrate")  # in a home directory; XDG_STATE_HOME replaces the first two
 
 

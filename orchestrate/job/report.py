@@ -133,16 +133,16 @@ def text(data: dict[str, Any]) -> str:
             lines += [
                 f"slow: rank {slow['rank']} on {slow['node']} spent {own} per step on its own work, the others {others}"
             ]
-    if files := data.get("written"):
+    if files := data["written"]:
         lines += [f"the workers wrote {pluralize(len(files), 'file')}: {data['working_directory']}"]
-    for copy in data.get("copies", ()):
+    for copy in data["copies"]:
         lines += _copy_lines(copy)
-    if advice := data.get("isolated"):
+    if advice := data["isolated"]:
         lines += [
             f"warning: the {data['world_size']} workers exchanged no data: if they train, each trained its own model"
         ]
         lines += [f"hint: {advice}"]
-    if cut := data.get("truncated"):  # earlier versions did not write it
+    if cut := data["truncated"]:
         lines += [f"warning: report.json does not list all {', '.join(cut)}: too many or too large"]
     if data["left_behind"]:
         lines += [f"warning: not all nodes were removed: {data['left_behind']}"]

@@ -142,8 +142,8 @@ def _read(paths: JobPaths, record: Record | None) -> tuple[JobSpec, Plan]:
         plan = read_plan(texts[paths.plan], spec.env)
         if plan.job_id != paths.root.name:
             raise ValueError(f"its plan belongs to {plan.job_id!r}")
-        if not os.path.lexists(paths.nodes if plan.placement.cluster == plan.job_id else paths.shared):
-            raise ValueError("it was created by an older version of orchestrate")
+        if not os.path.lexists(seen := paths.nodes if plan.placement.cluster == plan.job_id else paths.shared):
+            raise ValueError(f"{seen.name} is missing")
         linked = paths.cluster and paths.cluster == plan.placement.cluster
         for path in (paths.nodes, paths.sockets, *([] if linked else [paths.shared])):  # which nodes mount
             if os.path.lexists(path) and not stat.S_ISDIR(path.lstat().st_mode):

@@ -107,6 +107,7 @@ def paths(tmp_path: Path) -> JobPaths:
 
 def end(paths: JobPaths, outcome: str = "succeeded", reason: str = "finished") -> None:
     facts: dict[str, object] = {"root_cause": None, "failures": [], "pace": [], "left_behind": "", "generations": 1}
+    facts |= {"written": [], "copies": [], "isolated": "", "truncated": []}
     facts |= {"job_id": paths.root.name, "world_size": 3, "duration_s": 1.0}
     records.write(paths.report, json.dumps({"outcome": outcome, "reason": reason, **facts}))
 

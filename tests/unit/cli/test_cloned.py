@@ -56,8 +56,8 @@ def test_commands_must_not_use_a_cluster_that_came_with_the_project(do: Commands
     edit(paths)
     do.engine.generations, do.engine.things = [[ALL_WELL]], ["container cluster-e95b-master-1"]
     code, out, err = do("down", paths.root.name)
-    assert (code, out) == (2, []) and "were moved or copied" in err[0]
-    assert err[1] == f"hint: its files are in {paths.root}"  # and not the engine's container with the same name
+    assert (code, out, err[0]) == (2, [], f"error: no such cluster: {paths.root.name}")
+    assert do.engine.calls == [] and paths.root.exists()  # nor is the engine's container with the same name touched
     assert do("ps") == (0, ["NAME  ENGINE  NODES  STATE  RUN"], [])
     code, out, err = do("plan", "--", "-m", "app.train")
     assert code == 0 and "cluster-e95b" not in "\n".join(out + err)

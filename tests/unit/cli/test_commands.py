@@ -1,15 +1,12 @@
 """Output and exit codes of commands on existing jobs; on a scripted engine."""
 
 import contextlib
-import json
 import os
 import select
-import shutil
 import signal
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from support.commanded import Meanwhile, create, end, runs_elsewhere, supervised
@@ -294,57 +291,33 @@ def test_doctor_must_fail_if_a_finding_keeps_jobs_from_running(capsys, monkeypat
     assert sum("hint: do it" in line for line in lines) == states.count("error")
 
 
-# --- jobs of other versions
+# --- nodes without files
 
 
-OLD = "was created by another version of orchestrate, or its files were moved or copied"
+@pytest.fixture
+def lost(do, tmp_path) -> JobState:
+    """Nodes of a cluster whose files are gone."""
+    do.engine.states = [JobState("c-1", "docker", 2, tmp_path / "c-1" / "nodes", os.getuid())]
+    do.engine.things = ["container c-1-master-1", "network c-1_job"]
+    return do.engine.states[0]
 
 
-def old(do, folder: Path, how: str) -> Path:
-    """Create the nodes and the files of a cluster that this version cannot read; return its folder."""
-    paths = JobPaths(folder / "c-1")
-    paths.create_cluster()
-    run = paths.nodes
-    if how == "no limits":
-        create(JobPaths(folder / "kept"))
-        plan = json.loads((folder / "kept" / "plan.json").read_text())
-        del plan["limits"]
-        paths.plan.write_text(json.dumps(plan | {"job_id": "c-1"}))
-        shutil.copy(folder / "kept" / "job.yaml", paths.spec)
-        shutil.rmtree(folder / "kept")
-    elif how == "no folder":
-        shutil.rmtree(paths.root)
-        run = paths.root  # the folder that its nodes saw
-    do.engine.states = [JobState("c-1", "docker", 2, run, os.getuid())]
-    do.engine.things = ["container c-1-master-1", "container c-1-trainer-1", "network c-1_job"]
-    return paths.root
+def test_down_must_remove_the_nodes_of_a_cluster_whose_files_are_gone(do, lost):
+    assert do("down", "c-1", "--dry-run") == (0, ["container c-1-master-1", "network c-1_job"], [])
+    assert do("down", "c-1") == (0, [], ["c-1 removed; its files were already gone"])
+    assert do.engine.calls == ["remove c-1"]
 
 
-@pytest.mark.parametrize("how", ["no limits", "no plan", "no folder"])
-@pytest.mark.parametrize("arguments", [["down", "c-1"], ["down", "c"], ["stop", "c-1"], ["rm", "c-1"], ["rm", "c"]])
-def test_nodes_of_another_version_must_be_reported_with_the_command_that_removes_them(do, tmp_path, how, arguments):
-    root = old(do, tmp_path, how)
-    where = f"; its files are in {root}" if how != "no folder" else ""
-    hint = f"docker rm -f c-1-master-1 c-1-trainer-1 && docker network rm c-1_job{where}"
-    assert do(*arguments) == (2, [], [f"error: c-1 {OLD}", f"hint: {hint}"])
-    assert do.engine.calls == [] and root.exists() == (how != "no folder")
-    if how != "no folder":  # after that command
-        do.engine.states, do.engine.things = [], []
-        assert do("down", "c-1") == (2, [], [f"error: c-1 {OLD}", f"hint: its files are in {root}"])
-
-
-def test_nodes_of_another_user_must_not_be_reported_as_from_another_version(do, tmp_path):
-    old(do, tmp_path, "no folder")
-    do.engine.states = [replace(do.engine.states[0], owner=os.getuid() + 1)]
-    assert (
-        do("down", "c-1")[2][0] == "error: no such cluster: c-1" and do("rm", "c-1")[2][0] == "error: no such job: c-1"
-    )
-
-
-def test_the_hint_must_kill_processes_of_another_version_by_id(do, tmp_path):
-    old(do, tmp_path, "no folder")
-    do.engine.things = ["process 12 (master)", "process 13 (trainer-1)", "folder /tmp/x y"]
-    assert do("stop", "c-1")[2][1] == "hint: kill 12 13 && rm -r '/tmp/x y'"
+def test_down_must_keep_nodes_that_are_not_those_of_a_lost_cluster(do, lost, tmp_path):
+    job = replace(lost, run=tmp_path / "c-1" / "job")
+    for state, why in ((replace(lost, owner=os.getuid() + 1), "belongs to user"), (job, "no such cluster: c-1")):
+        do.engine.states = [state]
+        code, _, err = do("down", "c-1")
+        assert (code, why in err[0]) == (2, True), err
+    lost.paths.root.mkdir()
+    do.engine.states = [lost]
+    assert do("down", "c-1")[2][0] == "error: no such cluster: c-1"
+    assert do.engine.calls == []
 
 
 # --- signals

@@ -20,6 +20,7 @@ DAY = 86400
 def end(paths: JobPaths, age: float = 0.0, **facts: object) -> JobPaths:
     """Write the report of a job that ended `age` seconds ago."""
     data: dict[str, object] = {"outcome": "failed", "reason": "x", "root_cause": None, "failures": [], "pace": []}
+    data |= {"written": [], "copies": [], "isolated": "", "truncated": []}
     data |= {"left_behind": "", "generations": 1, "job_id": paths.root.name, "world_size": 3, "duration_s": 90.0}
     records.write(paths.report, json.dumps({**data, "engine": "docker", "final_metrics": {}, **facts}))
     for path in (paths.report, paths.spec):

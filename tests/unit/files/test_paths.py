@@ -21,7 +21,8 @@ from orchestrate.supervise.job_files import JobFiles
 
 SECRET = (
     '{"event": "outcome_decided", "step": 7, "outcome": "succeeded", "world_size": 1, "duration_s": 1.0,'
-    ' "generations": 1, "root_cause": null, "failures": [], "pace": [], "left_behind": ""}\n'
+    ' "generations": 1, "root_cause": null, "failures": [], "pace": [], "left_behind": "",'
+    ' "written": [], "copies": [], "isolated": "", "truncated": []}\n'
 )
 OURS = ("plan.json", "report.json", "events.jsonl")
 READERS = {  # file: a function that reads it, and returns whether it is empty

@@ -151,7 +151,10 @@ def test_the_end_of_a_job_must_show_the_warning():
         "failures": [],
         "pace": [],
         "left_behind": "",
+        "written": [],
+        "copies": [],
         "isolated": "call it",
+        "truncated": [],
     }
     assert text(data).splitlines()[1:] == [
         "warning: the 4 workers exchanged no data: if they train, each trained its own model",
