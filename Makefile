@@ -1,27 +1,43 @@
-# `make run` trains the default job, `make test` runs all checks; both create $(VENV) first.
+# `make run` trains the default job, `make test` runs the tests; both create $(VENV) first.
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
 # Number of tests to run in parallel; most of their time is waiting.
 JOBS ?= 4
+PYTEST = $(VENV)/bin/python -m pytest -n $(JOBS) --durations=10
 
 # With an engine, torch is in the image; without one, local processes need it here.
 NEEDS = $(shell docker info >/dev/null 2>&1 && docker compose version >/dev/null 2>&1 && echo base || echo torch)
 
-.PHONY: run test test-gpu lock
+.PHONY: run lint check test test-all test-gpu lock release
 run: $(VENV)/.$(NEEDS)
 	@$(VENV)/bin/python -m orchestrate run $(ARGS)
 
-test: $(VENV)/.test
+lint: $(VENV)/.test
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/mypy
 	$(VENV)/bin/mypy --config-file tests/mypy.ini tests
-	$(VENV)/bin/python -m pytest -n $(JOBS) $(ARGS)
 
-# The GPU tests, with torch, pytest and pyyaml of $(PYTHON). Warnings of other versions do not fail them.
+# Lint, types, and the tests that start no node and no engine: in minutes, before each commit.
+check: lint
+	$(PYTEST) $(ARGS) tests/unit tests/app tests/project
+
+# The same, and the end-to-end tests, on the engine if there is one.
+test: lint
+	$(PYTEST) $(ARGS)
+
+# Everything: both engines, all frameworks, rare failures, benchmarks, generated input with random seeds.
+test-all: lint
+	$(PYTEST) --all $(ARGS)
+
+# The GPU tests, with torch, pytest and the packages of this project in $(PYTHON). Warnings of other versions do not fail them.
 test-gpu:
 	$(PYTHON) -m pytest -o addopts=-ra -W default -m gpu $(ARGS) tests/gpu
+
+# Wheel and source distribution in dist/, checked, installed in a fresh environment and run; uploads nothing.
+release: $(VENV)/.test
+	PYTHON=$(PYTHON) .ci/release $(VENV)/bin/python
 
 # The packages of the image: the newest versions that pyproject.toml allows, with hashes, for Python 3.11 and later.
 lock: $(VENV)/.base

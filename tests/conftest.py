@@ -26,7 +26,7 @@ pytest_plugins = [
     "support.victims",
     "support.object_stores",
 ]  # fixtures of engines and nodes
-if importlib.util.find_spec("docker"):  # tests on GPUs need no SDK
+if importlib.util.find_spec("docker"):
     pytest_plugins += ["support.answers", "support.manager_stub"]
 
 
@@ -36,6 +36,13 @@ SHARED = {"hosts": 1, "single": 1, "kept": 1, "slurm_image": 1, "looked_at": 1}
 
 def pytest_addoption(parser):
     parser.addoption("--all", action="store_true", help="also run tests marked `exhaustive`, and both engines in turn")
+
+
+def pytest_configure(config):
+    if importlib.util.find_spec("hypothesis"):  # tests on GPUs need neither this nor the SDK
+        from support import fuzzing
+
+        fuzzing.load(config.option.all)
 
 
 @pytest.hookimpl(wrapper=True)  # before xdist reads the marks

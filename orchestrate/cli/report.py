@@ -8,16 +8,13 @@ from orchestrate import errors
 from orchestrate.cli import commands
 from orchestrate.cli.find import resolve_runs
 from orchestrate.console import out
-from orchestrate.errors import ResourceError
 from orchestrate.files.paths import PAGE
 
 
 def write_report(args: argparse.Namespace) -> int:
     """Write the page of a job to its run directory, or a comparison of several jobs next to it; print its path."""
-    try:
-        from orchestrate.pages.page import write  # only here: it takes time to import
-    except ImportError as error:
-        raise ResourceError(f"pages need the package {error.name}", f"pip install {error.name}") from None
+    from orchestrate.pages.page import write  # only here: it takes time to import
+
     jobs = [commands.paths_of(args)]
     for name in args.others:
         other = argparse.Namespace(**vars(args) | {"job": name, "runs": args.shown})

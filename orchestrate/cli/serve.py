@@ -258,10 +258,6 @@ class Handler(BaseHTTPRequestHandler):
 def serve(args: argparse.Namespace) -> int:
     """Serve the pages until Ctrl-C."""
     try:
-        import orchestrate.pages.site  # noqa: F401
-    except ImportError as error:
-        raise ResourceError(f"pages need the package {error.name}", f"pip install {error.name}") from None
-    try:
         server = Server(Site(args.runs, args.shown), args.port)
     except OSError as error:
         raise ResourceError(f"cannot listen on port {args.port}: {error.strerror}", "use --port PORT") from None

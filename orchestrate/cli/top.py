@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from orchestrate import console, errors
 from orchestrate.cli import commands
-from orchestrate.errors import OrchestrateError, ResourceError, UsageError
+from orchestrate.errors import OrchestrateError, UsageError
 from orchestrate.files import lock
 from orchestrate.files.paths import JobPaths
 from orchestrate.job import gpus, store, usage
@@ -25,10 +25,8 @@ TIMEOUT = 15.0  # seconds to wait for the first two
 
 def top(args: argparse.Namespace) -> int:
     """Show CPU, memory and GPU use of each worker until the job ends; without a terminal, once."""
-    try:
-        from orchestrate.view.top import Top, full_screen  # only here: it imports rich
-    except ImportError:
-        raise ResourceError("top needs the package rich", "pip install rich") from None
+    from orchestrate.view.top import Top, full_screen  # only here: it imports rich
+
     paths = commands.paths_of(args)
     spec, plan = store.load(paths)
     if store.ended(paths):

@@ -14,7 +14,7 @@ from functools import partial
 
 from orchestrate import console
 from orchestrate.console import print_message, stream
-from orchestrate.errors import ResourceError, UsageError
+from orchestrate.errors import UsageError
 from orchestrate.files.paths import JobPaths
 from orchestrate.job import store
 from orchestrate.job.events import OURS, Event, to_line
@@ -109,12 +109,8 @@ def _screen(
         return contextlib.nullcontext(JsonScreen(plan, paths, hide))
     if args.progress == "plain" or (args.progress == "auto" and not console.replaces(sys.stderr)):
         return contextlib.nullcontext(PlainScreen(plan, paths, hide))
-    try:
-        from orchestrate.view.live import shown as live  # only here: it imports rich
-    except ImportError:
-        if args.progress == "tty":
-            raise ResourceError("--progress tty needs the package rich", "pip install rich") from None
-        return contextlib.nullcontext(PlainScreen(plan, paths, hide))
+    from orchestrate.view.live import shown as live  # only here: it imports rich
+
     return live(plan, paths, keys, hide)
 
 

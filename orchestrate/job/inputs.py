@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from orchestrate.job import requirements
@@ -132,21 +132,9 @@ def metrics(value: Any) -> dict[str, str]:
         or not all(isinstance(one, str) and len(one) <= MAX_PATTERN for one in value.values())
     ):
         raise ValueError(f"{meaning}, at most {MAX_METRICS}")
-    if why := flaw(tuple(value.values()), groups=1) or _unusable(value.values()):
+    if why := flaw(tuple(value.values()), groups=1):
         raise ValueError(f"{meaning} ({why})")
     return {str(name): one for name, one in value.items()}
-
-
-def _unusable(patterns: Iterable[str]) -> str:
-    """Why patterns that Python accepts cannot be searched with a time limit; empty if they can."""
-    import regex  # only here: it takes time to import
-
-    for pattern in patterns:
-        try:
-            regex.compile(pattern, regex.VERSION0)
-        except (regex.error, RecursionError, OverflowError, MemoryError) as error:
-            return str(error) or type(error).__name__
-    return ""
 
 
 LABEL = r"[A-Za-z0-9](?:[A-Za-z0-9._/-]{0,250}[A-Za-z0-9])?"

@@ -1,65 +1,83 @@
-"""Search for the regular expressions of a job's rules, with a limit on CPU time.
+"""Regular expressions of a job file, whose searches end in time.
 
-Python's `re` may backtrack for years, and some short patterns take long to compile.
+They are searched with the package `regex`: unlike in `re`, whose searches may backtrack for years, a search has a time
+limit.
 """
 
 from __future__ import annotations
 
 import functools
+import math
+import re
+import time
 from collections.abc import Callable, Collection
+from typing import Any
 
-from orchestrate.files import bounded
-from orchestrate.job import expressions
-
-# Seconds of CPU time for all searches of one decision, or to compile the patterns of a job file.
-MAX_CPU_SECONDS = 2
-LIMIT = f"the limit for all rules together is {MAX_CPU_SECONDS} s of CPU time"
+MAX_SECONDS = 2.0  # for all searches of one decision
+MIN_SECONDS = 0.1  # that must be left to start a search
+MAX_REPEATS = 10_000  # `regex` takes memory and time for each repetition when it compiles `x{1000}`
+REPEATS = re.compile(r"\{\s*([0-9]+)")
+LIMIT = f"the limit for all rules together is {MAX_SECONDS:g} s"
 
 
 class Patterns:
     """Searches for patterns; one that takes too long is reported once, and counts as not found from then on."""
 
-    def __init__(self, patterns: Collection[str], warn: Callable[[str], None]) -> None:
-        """Search for all `patterns` together, when the first is needed; `warn` reports those that are ignored."""
-        self._patterns, self._warn = patterns, warn
+    def __init__(self, patterns: Collection[str], warn: Callable[[str], None], seconds: float = MAX_SECONDS) -> None:
+        """Search for all `patterns` together, when the first is needed; `warn` reports those that are ignored.
+
+        `seconds` is the time limit of all searches for one decision.
+        """
+        self._patterns, self._warn, self._seconds = patterns, warn, seconds
         self._found: dict[tuple[str, str], bool] = {}
         self._slow: set[str] = set()
-        self._left = float(MAX_CPU_SECONDS)
+        self._left = seconds
 
     def renew(self) -> None:
         """Reset the time limit, for a new decision."""
-        self._left = float(MAX_CPU_SECONDS)
+        self._left = self._seconds
 
     def search(self, pattern: str, text: str) -> bool:
         """Whether one of the patterns is found in a text."""
-        if (
-            (pattern, text) not in self._found
-            and pattern not in self._slow
-            and self._left >= expressions.MIN_CPU_SECONDS
-        ):
+        if (pattern, text) not in self._found and pattern not in self._slow and self._left >= MIN_SECONDS:
             self._search_all(text)
         return self._found.get((pattern, text), False)
 
     def _search_all(self, text: str) -> None:
-        wanted = [pattern for pattern in dict.fromkeys(self._patterns) if pattern not in self._slow]
-        done = bounded.call(expressions.found, wanted, text, self._left, seconds=MAX_CPU_SECONDS + 1)
-        answers, took = done or ([], self._left)
-        self._left -= took
-        for pattern, answer in zip(wanted, answers):
-            if answer is None:
+        """Search for all patterns; each may take half of the time that is left, so that others have time, too."""
+        waiting = [pattern for pattern in dict.fromkeys(self._patterns) if pattern not in self._slow]
+        while waiting and self._left >= MIN_SECONDS:
+            pattern, start = waiting.pop(0), time.thread_time()
+            try:
+                self._found[pattern, text] = bool(compiled(pattern).search(text, timeout=self._left / 2))
+            except (TimeoutError, MemoryError):
                 self._slow.add(pattern)
                 self._warn(f"the rule with log {ascii(pattern[:60])} is ignored: the search takes too long ({LIMIT})")
-            else:
-                self._found[pattern, text] = answer
-        if skipped := len(wanted) - len(answers):
-            self._warn(f"{skipped} of the rules with log are ignored for this failure: no time is left ({LIMIT})")
+            self._left -= time.thread_time() - start
+        if waiting:
+            why = f"no time is left ({LIMIT})"
+            self._warn(f"{len(waiting)} of the rules with log are ignored for this failure: {why}")
 
 
-@functools.lru_cache(maxsize=8)  # a job file is checked key by key, and as a whole
+@functools.lru_cache(maxsize=256)
+def compiled(pattern: str) -> Any:
+    """Compile a regular expression in the syntax of `re`; raises ValueError if it is invalid or repeats too often."""
+    import regex  # only here: it takes time to import
+
+    if math.prod(max(1, int(count)) for count in REPEATS.findall(pattern)) > MAX_REPEATS:
+        raise ValueError(f"its repetitions multiply to more than {MAX_REPEATS:,}")
+    try:
+        return regex.compile(pattern, regex.VERSION0)
+    except (regex.error, RecursionError, OverflowError, MemoryError) as error:
+        raise ValueError(str(error) or type(error).__name__) from None
+
+
 def flaw(patterns: tuple[str, ...], groups: int = 0) -> str:
-    """Why patterns cannot be used: one is invalid or has fewer groups, or compiling all takes too long; empty if not.
-
-    Compiling takes place in a separate process with a time limit.
-    """
-    why = bounded.call(expressions.flaw, patterns, groups, seconds=MAX_CPU_SECONDS) if patterns else ""
-    return f"compiling all of them takes more than {MAX_CPU_SECONDS} s; use simpler ones" if why is None else why
+    """Why patterns cannot be used: one is invalid or has fewer groups; empty if all can be used."""
+    for pattern in patterns:
+        try:
+            if compiled(pattern).groups < groups:
+                return f"{pattern} has no group"
+        except ValueError as error:
+            return str(error)
+    return ""

@@ -191,12 +191,9 @@ def _end(supervisor: Supervisor, result: JobResult, files: JobFiles, stores: Sto
 
 def _write_page(paths: JobPaths, data: dict[str, Any]) -> None:
     """Write report.html for the content of report.json; raises OrchestrateError if that fails."""
-    try:
-        from orchestrate.pages import page  # only here: it takes time to import
+    from orchestrate.pages import page  # only here: it takes time to import
 
-        page.write([paths], paths.page, data)
-    except ImportError as error:  # as with local processes from a clone; `report` names what is missing
-        log.info("no %s: %s", paths.page.name, error)
+    page.write([paths], paths.page, data)
 
 
 def _take_cluster(paths: JobPaths, stack: contextlib.ExitStack) -> Path | None:

@@ -9,7 +9,8 @@ import re
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+
+from orchestrate.job.patterns import compiled
 
 log = logging.getLogger(__name__)
 # Python's parser warns about text that is odd, but valid; what workers print may be any.
@@ -77,13 +78,9 @@ class Reader:
 
     def __init__(self, patterns: Mapping[str, str]) -> None:
         """`patterns` are regular expressions by the name of their metric, which is the first group."""
-        self.given, self.patterns = bool(patterns), dict[str, Any]()
+        self.given, self.patterns = bool(patterns), {name: compiled(pattern) for name, pattern in patterns.items()}
         self.unmatched = {*patterns}  # names whose pattern no line has matched so far
         self.slow: set[str] = set()  # names whose pattern is ignored, since a search took too long
-        if patterns:
-            import regex  # only here: it takes time to import; unlike in `re`, a search can be limited in time
-
-            self.patterns = {name: regex.compile(pattern, regex.VERSION0) for name, pattern in patterns.items()}
 
     def parse(self, line: str) -> Progress | None:
         """Return what a line says, as `parse` does; with patterns, its metrics are those that they find."""

@@ -23,6 +23,7 @@ from benchmarks import (
     gpu_time_to_accuracy,
 )
 
+pytestmark = pytest.mark.exhaustive
 RESULT = {"about": "What it is.", "values": {"one": [[2.0, 1.0, 3.0], "s"]}, "ratios": {"to the other (≤ 1.5)": 1.25}}
 MACHINE = {"cpus": 16, "GPUs": "1 × NVIDIA H200", "commit": "0123456789"}
 

@@ -18,6 +18,7 @@ from benchmarks import (
     gpu_time_to_accuracy,
 )
 
+pytestmark = pytest.mark.exhaustive
 TWO = gpu.Group(("--gpus", "none", "--trainers", "1"), "gloo", 2, "2 ranks on the CPU")
 
 

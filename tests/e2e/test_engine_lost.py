@@ -2,7 +2,6 @@
 
 import os
 import signal
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -59,23 +58,12 @@ def test_a_failure_must_be_noticed_without_the_event_stream(cli, proxy, nothing_
 
 @pytest.fixture
 def own_engine(docker_engine, monkeypatch):
-    """A function that starts an engine with a small image: the nodes' image without torch, compilers and documents."""
+    """A function that starts an engine with the image of nodes."""
     engines: list[Engine] = []
 
     def make(live_restore: bool) -> Engine:
-        engine = Engine(*["--live-restore"] * live_restore)
+        engine = Engine(*["--live-restore"] * live_restore, image=True)
         engines.append(engine)
-        nothing = [
-            *("proc", "sys", "dev", "job", "opt/venv/lib/python*/site-packages", "var/cache"),
-            *("usr/share", "usr/lib/gcc", "usr/include"),
-        ]
-        leave_out = [f"--exclude=./{path}" for path in nothing]
-        pack = ["docker", "run", "--rm", "--user", "0", "--entrypoint", "tar", "orchestrate-node:0.1", "-C", "/", "-c"]
-        path = "ENV PATH=/opt/venv/bin:/usr/local/bin:/usr/bin:/bin"
-        load = ["docker", "-H", engine.host, "import", "--change", path]
-        packed = subprocess.Popen([*pack, *leave_out, "."], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-        subprocess.run([*load, "-", "small"], stdin=packed.stdout, check=True, capture_output=True)
-        packed.communicate()
         monkeypatch.setenv("DOCKER_HOST", engine.host)
         return engine
 
@@ -86,7 +74,7 @@ def own_engine(docker_engine, monkeypatch):
 
 def on(engine: Engine, cli, *arguments: str) -> Background:
     cli.env["DOCKER_HOST"] = engine.host
-    return Background(cli, "docker", "--image", "small", *arguments)
+    return Background(cli, "docker", *arguments)
 
 
 @pytest.mark.docker

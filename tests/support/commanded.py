@@ -13,7 +13,6 @@ import pytest
 from orchestrate.cli.main import main
 from orchestrate.engines import choice
 from orchestrate.engines.base import JobState
-from orchestrate.engines.recording import RecordingEngine
 from orchestrate.files import records
 from orchestrate.files.paths import JobPaths
 from orchestrate.job import store
@@ -26,6 +25,7 @@ from orchestrate.supervise import launch
 from orchestrate.view.screen import Shown
 from support.optional import not_none
 from support.plans import HERE, Site, plan
+from support.recording import RecordingEngine
 from support.repo import ROOT
 
 HOLDS = (

@@ -9,20 +9,23 @@ from pathlib import Path
 
 import pytest
 
+from support.images import share_image
 from support.leftovers import DOCKER_REQUIRED
 from support.processes import die_with_parent
 from support.waiting import eventually
 
 
 class Engine:
-    """A dockerd; `options` are additional flags."""
+    """A dockerd; `options` are additional flags. With `image`, it has the image of nodes."""
 
-    def __init__(self, *options: str) -> None:
+    def __init__(self, *options: str, image: bool = False) -> None:
         if os.geteuid() or not all(map(shutil.which, ("dockerd", "unshare"))):
             why = "a private engine needs root, dockerd and unshare"
             pytest.fail(f"ORCHESTRATE_REQUIRE_DOCKER=1, and {why}") if DOCKER_REQUIRED else pytest.skip(why)
         folder = Path(tempfile.mkdtemp(prefix="engine-"))  # a short path, since it holds containerd's sockets
         self.folder, self.host = folder, f"unix://{folder}/docker.sock"
+        if image:
+            share_image(folder / "data")
         init = shutil.which("docker-init") or shutil.which("tini-static")
         # In its own network namespace: an engine removes bridges that seem to be left from an earlier engine.
         self.command = ["unshare", "--net", "dockerd", "--host", self.host, "--bridge=none", "--iptables=false"]

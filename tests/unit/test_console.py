@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from support.commanded import create, end, process, runs_elsewhere
+from support.pairs import pairs
 from support.repo import ROOT
 from support.scripted import ALL_WELL
 
@@ -222,9 +223,9 @@ def test_a_plan_must_be_printable_in_every_encoding(env):
     assert b"2 nodes \\xd7 1 worker" in done.stdout or b"2 nodes \xd7 1 worker" in done.stdout
 
 
-@pytest.mark.parametrize("shell", [">&-", "2>&-", ">&- 2>&-", "<&- >&- 2>&-", "<&-"])
 @pytest.mark.parametrize(
-    "arguments", [PLAN, ("ps",), ("--help",), ("logs", "nope")], ids=lambda arguments: arguments[0]
+    ("arguments", "shell"),
+    pairs([PLAN, ("ps",), ("--help",), ("logs", "nope")], [">&-", "2>&-", ">&- 2>&-", "<&- >&- 2>&-", "<&-"]),
 )
 def test_closed_streams_must_not_be_an_error(tmp_path, arguments, shell):
     runs = () if arguments == ("--help",) else ("--runs", str(tmp_path))

@@ -6,8 +6,9 @@ import socket
 import tempfile
 
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
+from support import fuzzing
 from support.commanded import Commands, Whole, create
 from support.ends import KEY, End, greeted
 from support.scripted import ALL_WELL
@@ -28,7 +29,7 @@ from orchestrate.node import protocol
 from orchestrate.supervise import launch
 from orchestrate.view.screen import Shown
 
-bounded = settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+slow = fuzzing.slow()
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=10), inner, max_size=4),
@@ -80,7 +81,6 @@ def test_a_message_of_each_type_must_be_accepted(form):
     assert json.loads(protocol.encode(protocol.report(json.dumps(form).encode()))) == form
 
 
-@bounded
 @given(st.binary(max_size=200) | values.map(lambda value: json.dumps(value).encode()))
 @example(b"[" * 100_000)
 @example(b'{"say": []}')
@@ -104,7 +104,6 @@ class Recorded(NodeConnection):
         remote.close()
 
 
-@bounded
 @given(st.lists(mangled(FORMS) | values, max_size=8))
 def test_an_engine_must_survive_any_message_from_a_node(messages):
     from support.fake_nodes import Nodes, planned
@@ -128,7 +127,6 @@ def test_an_engine_must_survive_any_message_from_a_node(messages):
 # --- output of workers
 
 
-@bounded
 @given(st.binary(max_size=300))
 @example(b"\x1b]52;c;" + b"A" * 100)
 @example(b"\x1b[" * 100)
@@ -138,7 +136,6 @@ def test_worker_output_must_not_control_the_terminal(line):
     assert isinstance(last_lines(text, 1, 12), list)
 
 
-@bounded
 @given(st.binary(max_size=400), st.integers(1, 50), st.integers(1, 20))
 def test_all_bytes_of_a_log_must_be_returned_in_lines(monkeypatch_lines, content, longest, chunk):
     monkeypatch_lines(longest, chunk)
@@ -161,7 +158,7 @@ def monkeypatch_lines(monkeypatch):
     return patch
 
 
-@bounded
+@slow
 @given(st.lists(st.dictionaries(st.sampled_from(METRICS), values, max_size=4), max_size=6))
 @example([{"rank_seconds": [1, 1, 1e400]}] * 6)
 @example([{"rank_seconds": [10**400] * 3}] * 6)
@@ -188,7 +185,7 @@ EVENTS = [
 ]
 
 
-@bounded
+@slow
 @given(st.lists(mangled(EVENTS) | st.sampled_from(EVENTS) | values, max_size=6))
 @example([{"event": "worker_ended", "time": "x"}])
 @example([{"event": "outcome_decided"}])
@@ -212,7 +209,7 @@ def test_damaged_events_must_be_reported_with_their_file_and_the_job_must_stay_r
     store.remove(paths)
 
 
-@bounded
+@slow
 @given(st.binary(max_size=300), st.sampled_from(FILES))
 @example(b'{"outcome": "succeeded"}', "report.json")
 @example(b"\xff", "job.yaml")
@@ -241,7 +238,6 @@ def make_job(tmp_path_factory, monkeypatch, capsys):
     return make
 
 
-@bounded
 @given(values)
 @example({"job_id": "/etc", "nodes": ["../.."]})
 def test_an_arbitrary_plan_must_be_refused(value):
@@ -255,7 +251,6 @@ KEYS = st.sampled_from([*spec.FIELDS, "env.A", "trainer", "", "a b"])
 LINES = st.text(alphabet="abc:-[]{}#&*!|>'\"%@` \n\t0123456789.,~?\\eE_+\ufeff\x85", max_size=60)
 
 
-@bounded
 @given(
     st.binary(max_size=200)
     | LINES.map(str.encode)
@@ -283,7 +278,6 @@ def test_a_job_file_must_be_accepted_or_refused(tmp_path_factory, content):
         assert layers.resolve(layers.read_file(again)) == resolved
 
 
-@bounded
 @given(KEYS, values | st.text(max_size=30))
 @example("command", ["\ud800"])
 @example("env", {"A": "a\0b"})
@@ -307,7 +301,7 @@ VALUES = ["0", "-1", "1e9", "auto", "all", "x=1", "env.A=b", "..", "/"]
 ARGUMENTS = st.sampled_from([*FLAGS, *VALUES]) | st.text(max_size=12)
 
 
-@bounded
+@slow
 @given(st.sampled_from(COMMANDS), st.lists(ARGUMENTS, max_size=5))
 @example("stop", [""])
 @example("rm", [".."])

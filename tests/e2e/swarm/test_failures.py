@@ -32,6 +32,7 @@ def test_a_killed_worker_must_restart_the_gang_from_the_checkpoints_of_all_hosts
     assert job.causes() == [(2, "killed")]
 
 
+@pytest.mark.exhaustive
 def test_a_killed_task_must_be_replaced_by_one_with_its_files(cli, swarm):
     (cli.folder / "writes.py").write_text(WRITES)
     job = Job(cli, swarm, "--", "writes.py", "until-restarted")
@@ -52,6 +53,7 @@ def test_a_killed_task_must_be_replaced_by_one_with_its_files(cli, swarm):
     assert f"the workers wrote 4 files: {cli.run_dir()}/work\n" in job.err
 
 
+@pytest.mark.exhaustive
 def test_a_restart_on_a_busy_machine_must_lose_nothing(cli, swarm):
     job = Job(cli, swarm, "--", "count.py", "400")
     job.until_step(25, rank=2)
@@ -73,6 +75,7 @@ def test_a_job_must_continue_without_a_host_that_dies(cli, swarm):
     assert_host_lost(job, ranks)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_job_must_continue_with_fewer_nodes_if_no_host_accepts_another(cli, swarm):
     options = ["--min-trainers", "1", "--set", "cpus=1", "--set", "grace=2s"]
@@ -88,6 +91,7 @@ def test_a_job_must_continue_with_fewer_nodes_if_no_host_accepts_another(cli, sw
     assert_succeeded(job)
 
 
+@pytest.mark.exhaustive
 def test_the_nodes_of_a_drained_host_must_be_replaced_on_other_hosts(cli, swarm):
     job = Job(cli, swarm, "--", "count.py", "until-restarted")
     job.until_step(25, rank=0)
@@ -115,6 +119,7 @@ def grow(cli):
     command("umount", str(runs))
 
 
+@pytest.mark.exhaustive
 def test_files_that_do_not_fit_on_the_disk_must_stay_on_the_nodes_until_they_do(cli, swarm, grow):
     (cli.folder / "large.py").write_text(
         "import os\nif os.environ['RANK'] == '1':\n"
@@ -133,6 +138,7 @@ def test_files_that_do_not_fit_on_the_disk_must_stay_on_the_nodes_until_they_do(
     assert cli.report()["left_behind"] == ""
 
 
+@pytest.mark.exhaustive
 def test_a_checkpoint_that_does_not_fit_on_the_disk_must_delay_the_next_generation(cli, swarm, grow):
     (cli.folder / "large.py").write_text(
         "import os, pathlib\npath = pathlib.Path(os.environ['JOB_DIR'], 'checkpoints', 'large')\n"
@@ -146,6 +152,7 @@ def test_a_checkpoint_that_does_not_fit_on_the_disk_must_delay_the_next_generati
     assert [cli.log(rank).count("found 40000000\n") for rank in (0, 1)] == [1, 1]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_job_must_continue_without_a_host_whose_overlay_network_is_cut(cli, swarm):
     options = ["--min-trainers", "1", "--set", "grace=2s", "--set", "constraints=[node.hostname != host-1]"]
@@ -162,6 +169,7 @@ def test_a_job_must_continue_without_a_host_whose_overlay_network_is_cut(cli, sw
     assert_host_lost(job, [rank])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("masters", [True, False], ids=["of the master", "of trainers"])
 def test_a_partitioned_host_must_not_train_while_the_others_do(cli, swarm, masters):

@@ -21,6 +21,7 @@ from orchestrate.job.outcomes import Outcome
 pytestmark = pytest.mark.docker
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_the_default_job_must_reach_the_same_accuracy_on_several_hosts(cli, swarm):
     options = ["--set", "env.OMP_NUM_THREADS=1"]  # otherwise each of the three hosts would use all cores
@@ -73,23 +74,34 @@ ADDRESSES = {"MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IF
 ADDRESSES |= {"TORCHELASTIC_RUN_ID"}
 
 
-@pytest.mark.slow
-def test_every_engine_must_give_the_same_plan_except_addresses_and_the_same_losses(cli, swarm):
-    plans, losses = [], []
+ON_EACH_ENGINE = ("--trainers", "2", "--gpus", "none", "--set", "env.OMP_NUM_THREADS=1")  # or cores would differ
+
+
+def test_every_engine_must_give_the_same_plan_except_addresses(cli, swarm):
+    plans = []
     for engine in ("process", "docker", "swarm"):
         env = {"DOCKER_HOST": ""} if engine == "docker" else {}
-        runs = ["--engine", engine, "--trainers", "2", "--gpus", "none", "--runs", engine]
-        runs += ["--set", "env.OMP_NUM_THREADS=1"]  # otherwise three hosts would have more cores than one
-        done = cli("run", *runs, "--", "-m", "app.train", "--epochs", "1", **env)
+        done = cli("plan", "--json", "--engine", engine, *ON_EACH_ENGINE, "--", "-m", "app.train", **env)
         assert done.returncode == 0, done.stderr
-        (run,) = (cli.folder / engine).iterdir()
-        plan = json.loads((run / "plan.json").read_text())
+        plan = json.loads(done.stdout)
         for worker in plan["workers"]:
             worker["env"] = {name: value for name, value in worker["env"].items() if name not in ADDRESSES}
         plans.append((plan["nodes"], plan["command"], plan["workers"]))
+    assert plans[0] == plans[1] == plans[2] and len(plans[0][2]) == 3
+
+
+@pytest.mark.exhaustive
+@pytest.mark.slow
+def test_every_engine_must_compute_the_same_losses(cli, swarm):
+    losses = []
+    for engine in ("process", "docker", "swarm"):
+        env = {"DOCKER_HOST": ""} if engine == "docker" else {}
+        runs = ["--engine", engine, *ON_EACH_ENGINE, "--runs", engine]
+        done = cli("run", *runs, "--", "-m", "app.train", "--epochs", "1", **env)
+        assert done.returncode == 0, done.stderr
+        (run,) = (cli.folder / engine).iterdir()
         lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
         losses.append([line["loss"] for line in lines if "loss" in line])
-    assert plans[0] == plans[1] == plans[2]
     assert len(losses[0]) > 1 and losses[0] == losses[1] == losses[2]
 
 
@@ -211,6 +223,7 @@ def test_doctor_must_report_three_healthy_hosts(cli, swarm):
     assert done.stdout.count("a test node on it responds over an overlay network") == 3
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_doctor_must_report_an_unreachable_host(cli, swarm):
     swarm.hosts[2].cut()

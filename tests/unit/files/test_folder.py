@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from support.commanded import Whole, create, end
+from support.pairs import pairs
 from support.scripted import ALL_WELL, KILLED
 
 from orchestrate.files import folder, lines
@@ -108,8 +109,7 @@ COMMANDS = [("logs",), ("logs", "--rank", "0"), ("attach",), ("wait",), ("ps",),
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(("kind", "place"), pairs([*KINDS], PLACES))
 def test_commands_must_end_and_leak_nothing_of_the_host_whatever_a_node_leaves(
     do, paths, outside, tmp_path, place, kind
 ):
@@ -129,8 +129,7 @@ def test_commands_must_end_and_leak_nothing_of_the_host_whatever_a_node_leaves(
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(("kind", "place"), pairs([*KINDS], PLACES))
 def test_the_supervisor_must_continue_and_report_whatever_a_node_leaves(paths, outside, place, kind):
     plant(paths.shared / place, kind, outside)
     files = JobFiles(paths)

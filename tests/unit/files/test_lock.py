@@ -13,8 +13,8 @@ import pytest
 from support.commanded import supervised
 from support.optional import not_none
 from support.plans import HERE, plan
+from support.recording import RecordingEngine
 
-from orchestrate.engines.recording import RecordingEngine
 from orchestrate.errors import UsageError
 from orchestrate.files import lock, records
 from orchestrate.files.paths import JobPaths

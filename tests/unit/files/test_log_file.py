@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from support.commanded import create
 from support.methods import raising
+from support.recording import RecordingEngine
 from support.scripted import ALL_WELL
 
-from orchestrate.engines.recording import RecordingEngine
 from orchestrate.errors import EngineError
 from orchestrate.files import log_file
 from orchestrate.files.paths import JobPaths

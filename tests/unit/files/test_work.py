@@ -9,9 +9,9 @@ import threading
 
 import pytest
 from support.plans import HERE, plan
+from support.recording import RecordingEngine
 from support.scripted import ALL_WELL, Job
 
-from orchestrate.engines.recording import RecordingEngine
 from orchestrate.errors import EngineError
 from orchestrate.files import work
 from orchestrate.files.folder import Folder

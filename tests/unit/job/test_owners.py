@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from support.commanded import create, end, runs_elsewhere, supervised
+from support.pairs import pairs
 
 from orchestrate.cli.options import JOB_COMMANDS
 from orchestrate.errors import UsageError
@@ -52,8 +53,7 @@ FORGED: dict[Callable[[Path], None], str] = {
 
 
 @pytest.mark.parametrize("found", ["by its folder", "by its nodes"])
-@pytest.mark.parametrize("command", JOB_COMMANDS)
-@pytest.mark.parametrize("forge", FORGED)
+@pytest.mark.parametrize(("command", "forge"), pairs([*JOB_COMMANDS], [*FORGED]))
 def test_no_command_must_act_on_a_run_directory_that_is_not_ours(
     do, paths, command: str, forge: Callable[[Path], None], found: str
 ):
@@ -121,8 +121,7 @@ needs_root = pytest.mark.skipif(not ROOT, reason="must be root to be refused, an
 
 
 @needs_root
-@pytest.mark.parametrize("command", COMMANDS, ids=lambda arguments: arguments[0])
-@pytest.mark.parametrize("below", ["", "runs", "not/yet/there"])
+@pytest.mark.parametrize(("command", "below"), pairs(COMMANDS, ["", "runs", "not/yet/there"]))
 def test_root_must_not_keep_jobs_where_another_account_can_replace_them(do, tmp_path, command, below):
     theirs = tmp_path / "theirs"
     do.runs = theirs / below
@@ -243,8 +242,7 @@ def test_a_link_owned_by_root_must_be_followed_once(do, tmp_path, link):
 
 
 @needs_root
-@pytest.mark.parametrize("command", COMMANDS, ids=lambda arguments: arguments[0])
-@pytest.mark.parametrize("by", ["its owner", "its folder", "another link"])
+@pytest.mark.parametrize(("command", "by"), pairs(COMMANDS, ["its owner", "its folder", "another link"]))
 def test_root_must_not_follow_a_link_of_another_account(do, tmp_path, link, command, by):
     theirs = link.parent if by == "its folder" else link
     os.chown(theirs, NOBODY, NOBODY, follow_symlinks=False)

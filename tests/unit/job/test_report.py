@@ -14,7 +14,7 @@ from orchestrate.files import folder
 from orchestrate.job import events
 from orchestrate.job.metrics import listed
 from orchestrate.job.outcomes import Cause, GenerationResult, JobResult, Outcome, Reason
-from orchestrate.job.report import line, phase, readable, report, text
+from orchestrate.job.report import line, phase, report, text
 from orchestrate.job.spec import JobSpec
 
 NODES = ("master", "trainer-1", "trainer-2")

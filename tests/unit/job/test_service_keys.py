@@ -5,8 +5,6 @@ import pytest
 from orchestrate.errors import UsageError
 from orchestrate.job.layers import resolve
 
-pytestmark = pytest.mark.docker
-
 
 @pytest.mark.parametrize(
     "layer",

@@ -4,7 +4,7 @@ import dataclasses
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.page import Page, run
 
@@ -80,7 +80,6 @@ VALUES = st.one_of(st.integers(), st.floats(), st.text(max_size=3), st.none(), s
 ROWS = st.lists(st.dictionaries(st.sampled_from(["step", "loss", "<a>", "\x00"]), VALUES, max_size=4), max_size=12)
 
 
-@settings(deadline=None, derandomize=True)
 @given(ROWS)
 def test_any_metrics_must_give_a_chart(rows):
     curves = progress(json.loads(json.dumps(rows))).drawn()

@@ -4,10 +4,10 @@ import json
 
 import pytest
 from support.plans import HERE, plan
+from support.recording import RecordingEngine
 from support.scripted import ALL_WELL, KILLED, Job
 
 from orchestrate.engines.base import Stop
-from orchestrate.engines.recording import RecordingEngine
 from orchestrate.job.outcomes import JobResult, Outcome, Reason, WorkerExit
 from orchestrate.job.spec import JobSpec
 

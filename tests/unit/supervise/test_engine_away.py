@@ -2,9 +2,9 @@
 
 import pytest
 from support.methods import raising
+from support.recording import RecordingEngine
 from support.scripted import ALL_WELL, KILLED, Job
 
-from orchestrate.engines.recording import RecordingEngine
 from orchestrate.errors import EngineError, EngineLost
 from orchestrate.job.outcomes import JobResult, Outcome, WorkerExit
 from orchestrate.job.spec import JobSpec

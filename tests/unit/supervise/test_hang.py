@@ -1,9 +1,9 @@
 """A hung job must be distinguished from a working one, and the worker that the others wait for must be found."""
 
 import pytest
+from support.recording import RecordingEngine
 from support.scripted import ALL_WELL, Job
 
-from orchestrate.engines.recording import RecordingEngine
 from orchestrate.errors import EngineLost
 from orchestrate.job.outcomes import Activity, JobResult, Outcome, WorkerExit
 from orchestrate.job.spec import JobSpec

@@ -1,9 +1,9 @@
 """A job must wait for a paused or silent node, but only briefly for one that is cut off; on a scripted engine."""
 
 import pytest
+from support.recording import RecordingEngine
 from support.scripted import ALL_WELL, Job
 
-from orchestrate.engines.recording import RecordingEngine
 from orchestrate.job.outcomes import JobResult, Outcome, WorkerExit
 from orchestrate.job.spec import JobSpec
 

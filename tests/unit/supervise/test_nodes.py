@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from support.methods import before
 from support.plans import HERE, plan
+from support.recording import RecordingEngine
 from support.scripted import ALL_WELL, KILLED, Job
 
 from orchestrate.engines.base import Observed
-from orchestrate.engines.recording import RecordingEngine
 from orchestrate.errors import EngineError, EngineLost
 from orchestrate.job.outcomes import JobResult, Outcome, WorkerExit
 from orchestrate.job.plan import read_plan

@@ -2,10 +2,10 @@
 
 import pytest
 from support.methods import after, before
+from support.recording import RecordingEngine
 from support.scripted import ALL_WELL, KILLED, AtOnce, Job, WhenAsked
 
 from orchestrate.engines.base import Observed, Stop
-from orchestrate.engines.recording import RecordingEngine
 from orchestrate.errors import EngineLost
 from orchestrate.job.outcomes import JobResult, Outcome, WorkerExit
 from orchestrate.job.spec import JobSpec

@@ -1,8 +1,8 @@
 """What a job that is resumed knows of the time before; on a scripted engine."""
 
+from support.recording import RecordingEngine
 from support.scripted import Job
 
-from orchestrate.engines.recording import RecordingEngine
 from orchestrate.job import events
 from orchestrate.job.history import History
 from orchestrate.job.outcomes import GenerationResult, Outcome, WorkerExit

@@ -4,10 +4,10 @@ import os
 from collections.abc import Callable
 
 import pytest
+from support.recording import RecordingEngine
 from support.scripted import ALL_WELL, Job
 
 from orchestrate.engines.base import Observed
-from orchestrate.engines.recording import RecordingEngine
 from orchestrate.job.spec import JobSpec
 from orchestrate.supervise import saves
 

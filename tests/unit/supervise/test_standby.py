@@ -2,9 +2,9 @@
 
 import pytest
 from support.methods import after
+from support.recording import RecordingEngine
 from support.scripted import ALL_WELL, KILLED, Job, WhenAsked
 
-from orchestrate.engines.recording import RecordingEngine
 from orchestrate.job.outcomes import JobResult, Outcome, WorkerExit
 from orchestrate.job.spec import JobSpec
 

@@ -6,10 +6,10 @@ from collections.abc import Callable
 import pytest
 from support.methods import before, raising
 from support.plans import HERE, plan
+from support.recording import RecordingEngine
 from support.scripted import ALL_WELL, KILLED, Job
 
 from orchestrate.engines.base import Stop, never
-from orchestrate.engines.recording import RecordingEngine
 from orchestrate.errors import EngineError
 from orchestrate.job.outcomes import JobResult, Outcome, WorkerExit
 from orchestrate.job.spec import JobSpec

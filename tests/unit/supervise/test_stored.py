@@ -10,10 +10,10 @@ import pytest
 from support.cli import Cli
 from support.faults import Background
 from support.object_stores import Saved
+from support.recording import RecordingEngine
 from support.scripted import Job
 from support.waiting import eventually
 
-from orchestrate.engines.recording import RecordingEngine
 from orchestrate.errors import StorageError
 from orchestrate.files.folder import Folder
 from orchestrate.files.paths import JobPaths

@@ -5,10 +5,10 @@ import json
 
 import pytest
 from support.methods import after, before, raising
+from support.recording import RecordingEngine
 from support.scripted import ALL_WELL, KILLED, Job
 
 from orchestrate.engines.base import Observed, Stop
-from orchestrate.engines.recording import RecordingEngine
 from orchestrate.errors import EngineError, ResourceError
 from orchestrate.job.events import WarningIssued
 from orchestrate.job.outcomes import JobResult, Outcome, WorkerExit

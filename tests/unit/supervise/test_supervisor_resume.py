@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 from support.methods import raising
 from support.plans import HERE, plan
+from support.recording import RecordingEngine
 from support.scripted import ALL_WELL, KILLED, Job
 
-from orchestrate.engines.recording import RecordingEngine
 from orchestrate.errors import EngineLost
 from orchestrate.job import events
 from orchestrate.job.outcomes import Cause, JobResult, Outcome, Reason, WorkerExit

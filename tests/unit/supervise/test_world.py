@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 from support.plans import HERE, plan
+from support.recording import RecordingEngine
 from support.scripted import Job
 
-from orchestrate.engines.recording import RecordingEngine
 from orchestrate.job.outcomes import Activity, JobResult, Outcome, Use, WorkerExit
 from orchestrate.job.report import text
 from orchestrate.job.spec import JobSpec

@@ -5,7 +5,7 @@ import re
 from collections import defaultdict
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.plans import HERE, plan
 
@@ -42,7 +42,6 @@ def test_what_several_ranks_print_must_be_one_line():
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.sampled_from("abcd")), max_size=60))
-@settings(deadline=None, derandomize=True)
 def test_no_line_of_a_rank_may_be_lost_or_out_of_order(texts):
     written, shown = defaultdict(list), defaultdict(list)
     for rank, text in texts:

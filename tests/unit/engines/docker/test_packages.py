@@ -2,10 +2,6 @@
 
 import re
 
-import pytest
-
-pytestmark = pytest.mark.xdist_group("packages")  # each test removes the images that exist only since it began
-
 
 def test_a_build_must_trust_neither_the_user_of_an_image_nor_other_projects(tmp_path, monkeypatch):
     from orchestrate.engines.docker import packages

@@ -3,7 +3,6 @@
 import sys
 from typing import cast
 
-import pytest
 from support.plans import Site
 
 from orchestrate.engines import check_cache, process
@@ -14,7 +13,6 @@ from orchestrate.job.gpus import Gpu
 from orchestrate.job.spec import IMAGE, JobSpec
 
 TORCH = "import torch\nprint('cuda', torch.cuda.is_available())\n"
-pytestmark = [pytest.mark.docker, pytest.mark.xdist_group("probe")]  # these tests share their images
 
 
 def run(cli, *arguments: str):
