@@ -11,11 +11,11 @@ import dataclasses
 import hmac
 import json
 import os
-import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from orchestrate.clock import SYSTEM, Clock
 from orchestrate.files.folder import regular
 from orchestrate.job.events import VERSION, Event, JobEnded, JobResumed, SupervisorStarted, from_line, to_line
 
@@ -58,12 +58,12 @@ def _mac(key: bytes, before: str, line: dict[str, Any]) -> str:
     return hmac.digest(key, f"{before}{json.dumps(line)}".encode(), "sha256")[:16].hex() if key else ""
 
 
-def _elapsed(events: list[Event]) -> float:
+def _elapsed(events: list[Event], clock: Clock) -> float:
     """Seconds since the start of a job with these events."""
     if not events or isinstance(events[-1], JobEnded):
         return events[-1].seconds if events else 0.0
     start = next((event for event in reversed(events) if isinstance(event, JobResumed)), events[0])
-    return start.seconds + max(0.0, time.time() - start.time)
+    return start.seconds + max(0.0, clock.time() - start.time)
 
 
 class Recorder:
@@ -75,8 +75,10 @@ class Recorder:
         show: Callable[[Event], None] = lambda _: None,
         hide: Callable[[dict[str, Any]], dict[str, Any]] = dict,
         key: bytes = b"",
+        clock: Clock = SYSTEM,
     ) -> None:
         """`show` is called with each new event; `hide` removes secrets from one; `key` authenticates the lines.
+        `clock` is that of the job, for everyone who waits or counts seconds in it.
 
         Raises ValueError for a file that is damaged, or was written with another key or none.
         """
@@ -84,16 +86,16 @@ class Recorder:
         with contextlib.suppress(FileNotFoundError), regular(path) as file:
             content = file.read()
         self.events, self._mac = read(content, key)
-        self._show, self._hide, self._key = show, hide, key
+        self._show, self._hide, self._key, self.clock = show, hide, key, clock
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         self._unwritten: list[bytes] = []
-        self._started = time.monotonic() - _elapsed(self.events)
+        self._started = clock.monotonic() - _elapsed(self.events, clock)
         if content and not content.endswith(b"\n"):
             self._unwritten.append(b"\n")
 
     def __call__(self, event: E) -> E:
         """Record an event; return it with the wall-clock time and the seconds since the job's start."""
-        stamped = dataclasses.replace(event, time=round(time.time(), 3), seconds=self.seconds())
+        stamped = dataclasses.replace(event, time=round(self.clock.time(), 3), seconds=self.seconds())
         line = self._hide(to_line(stamped))
         recorded = from_line(line)
         assert isinstance(recorded, type(event))
@@ -111,7 +113,7 @@ class Recorder:
 
     def seconds(self) -> float:
         """Seconds since the job's start, without those between its end and a resumption."""
-        return round(time.monotonic() - self._started, 3)
+        return round(self.clock.monotonic() - self._started, 3)
 
     def close(self) -> None:
         """Close the file."""

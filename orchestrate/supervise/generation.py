@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 
 from orchestrate.engines.base import Stop
 from orchestrate.errors import EngineError
@@ -35,7 +34,7 @@ class Generation:
     def __init__(self, job: Running, plan: Plan, furthest: int, nodes: Nodes) -> None:
         """`furthest` is the highest step of earlier generations; `nodes` knows their hosts, and when one is back."""
         self.job, self.plan, self.emit, self.nodes = job, plan, job.emit, nodes
-        self.spec, self.files, self.stops = job.spec, job.files, job.stops
+        self.spec, self.files, self.stops, self.clock = job.spec, job.files, job.stops, job.clock
         self.furthest = furthest
         self.running = {worker.rank for worker in plan.workers}
         self.launched = False
@@ -53,7 +52,7 @@ class Generation:
         self.failing = float("inf")  # when the others are stopped after a failure
         self.killing = float("inf")  # when workers that are still running are killed
         self.killed_late = False  # whether that has happened: one of them may be the worker that held up the others
-        self.started = time.monotonic()  # start of this generation; later, of its first worker
+        self.started = self.clock.monotonic()  # start of this generation; later, of its first worker
         self.saves = Saves(job)
         self.hang_detector = _HangDetector(self) if self.spec.hang_after else None
         self.world = WorldCheck(job, plan)
@@ -93,7 +92,7 @@ class Generation:
 
     def watch(self) -> GenerationResult:
         """Follow the workers until all have exited."""
-        while self.running and time.monotonic() < self.give_up:
+        while self.running and self.clock.monotonic() < self.give_up:
             try:
                 self._launch()
                 self._step()
@@ -131,8 +130,8 @@ class Generation:
 
     def _reconnect(self) -> bool:
         """Wait for the engine to answer again, and find the workers; return False if it does not."""
-        deadline = time.monotonic() + ENGINE_TIMEOUT
-        while time.monotonic() < deadline:
+        deadline = self.clock.monotonic() + ENGINE_TIMEOUT
+        while self.clock.monotonic() < deadline:
             if self.job.sleep(0.5):
                 return False
             try:
@@ -149,7 +148,7 @@ class Generation:
             self.launched = True
             self.job.session.start(self.plan)
             self.emit(events.GenerationStarted(self.plan.generation, self.plan.placement.packages))
-            self.awaited, self.noted = set(), time.monotonic()
+            self.awaited, self.noted = set(), self.clock.monotonic()
 
     def _step(self) -> None:
         if self.sent < self.requested:
@@ -160,7 +159,7 @@ class Generation:
             if end.rank in self.running:
                 self._ended(end)
         self._stop_if_failing()
-        if time.monotonic() > self.killing:
+        if self.clock.monotonic() > self.killing:
             self._kill()
         self._check_started(seen.starting)
         if self.stops() > self.handled_stops:
@@ -171,8 +170,8 @@ class Generation:
         if not self.why and self.files.gone():
             self._stop(REMOVED)
         self.job.check()
-        if time.monotonic() > self.watched + WATCH_INTERVAL:
-            self.watched = time.monotonic()
+        if self.clock.monotonic() > self.watched + WATCH_INTERVAL:
+            self.watched = self.clock.monotonic()
             if self.job.watch.wanted:
                 self.job.watch.take(self.job.session.activity())
         self.saves.step()
@@ -191,13 +190,13 @@ class Generation:
             return
         awaited = starting & self.running
         if awaited and awaited == self.running:
-            self.started = time.monotonic()  # exclude the time in which nodes import packages
+            self.started = self.clock.monotonic()  # exclude the time in which nodes import packages
         if not awaited:
             self.awaited = None
             self.emit(events.WorkersStarted())
         elif awaited != self.awaited:
-            self.awaited, self.noted = awaited, time.monotonic()
-        elif awaited != self.running and time.monotonic() > self.noted + 1.0:
+            self.awaited, self.noted = awaited, self.clock.monotonic()
+        elif awaited != self.running and self.clock.monotonic() > self.noted + 1.0:
             self.noted = float("inf")
             self.emit(events.WorkersAwaited(tuple(sorted(awaited))))
 
@@ -212,7 +211,7 @@ class Generation:
             self.ends.append(ObservedExit(self.emit.seconds(), end, ours))
         if end.code and not stopping:
             timeout = is_peer_failure(self.files.last_lines(end.rank), TIMEOUT)
-            self.failing = min(self.failing, time.monotonic() + PEER_FAILURE_WINDOW * timeout)
+            self.failing = min(self.failing, self.clock.monotonic() + PEER_FAILURE_WINDOW * timeout)
         self._stop_if_failing()
 
     def _stop_if_failing(self) -> None:
@@ -220,7 +219,7 @@ class Generation:
 
         The worker that remains is the one that they waited for.
         """
-        due = time.monotonic() >= self.failing or (self.failing < float("inf") and len(self.running) < 2)
+        due = self.clock.monotonic() >= self.failing or (self.failing < float("inf") and len(self.running) < 2)
         if due and not self.why and not self.hung:
             self._stop(FAILED)
 
@@ -231,7 +230,7 @@ class Generation:
             self.files.fence(self.plan.generation, over=True)
         self.emit(events.WorkersStopping(why, kill=self.requested > 1))
         if self.why == FAILED and self.plan.gpus:
-            self.killing = min(self.killing, time.monotonic() + NCCL_STOP_TIMEOUT)
+            self.killing = min(self.killing, self.clock.monotonic() + NCCL_STOP_TIMEOUT)
         self._extend_deadline()
 
     def _kill(self) -> None:
@@ -243,7 +242,7 @@ class Generation:
             self._extend_deadline()
 
     def _extend_deadline(self) -> None:
-        self.give_up = time.monotonic() + REPORT_TIMEOUT + (0 if self.requested > 1 else self.spec.grace)
+        self.give_up = self.clock.monotonic() + REPORT_TIMEOUT + (0 if self.requested > 1 else self.spec.grace)
 
     def _check_troubles(self, found: dict[str, str]) -> None:
         """Track nodes in trouble: wait for paused ones, and treat a partition as a failure after a timeout."""
@@ -255,8 +254,8 @@ class Generation:
         for node, what in troubles.items():
             if self.troubles.get(node, ("", 0.0))[0] != what:
                 self.emit(events.NodeInTrouble(node, what))
-                self.troubles[node] = what, time.monotonic()
-            cut_off = what == "partition" and time.monotonic() - self.troubles[node][1] > PARTITION_TIMEOUT
+                self.troubles[node] = what, self.clock.monotonic()
+            cut_off = what == "partition" and self.clock.monotonic() - self.troubles[node][1] > PARTITION_TIMEOUT
             ranks = [rank for rank in self.running if self.plan.workers[rank].node == node]
             if cut_off and ranks and not self.why and not self.hung:
                 rank = min(ranks)
@@ -281,9 +280,9 @@ class Generation:
         self.emit(events.HangFound(letters, self.spec.hang_after or 0.0))
         self.hung = self._hang_cause(min(self.running), "the job hung; the engine was lost before the cause was found")
         self.job.session.stop(Stop.DUMP)
-        deadline = time.monotonic() + DUMP_TIMEOUT
+        deadline = self.clock.monotonic() + DUMP_TIMEOUT
         frozen = {rank for rank, letter in letters.items() if letter in hang.FROZEN}  # cannot print stacks
-        while self.running - frozen and time.monotonic() < deadline:
+        while self.running - frozen and self.clock.monotonic() < deadline:
             for end in self.job.session.wait(timeout=0.1).exits:
                 self._ended(end)
         self.hung = self._find_hang_cause(letters)
@@ -325,7 +324,7 @@ class Generation:
         return diagnose(self.plan, exit, known, last_lines, log, self.nodes.hosts.get(node, ""))
 
     def _result(self, outcome: Outcome, why: str, cause: Cause | None = None) -> GenerationResult:
-        lasted = time.monotonic() - self.started
+        lasted = self.clock.monotonic() - self.started
         self.saves.end()
         step = self.files.step()
         if step or self.furthest:
@@ -352,15 +351,15 @@ class _HangDetector:
     """Detects hangs: nothing was written for `hang_after`, and no worker used the CPU in the second half of it."""
 
     def __init__(self, generation: Generation) -> None:
-        self.files, self.job = generation.files, generation.job
+        self.files, self.job, self.clock = generation.files, generation.job, generation.clock
         self.limit = generation.spec.hang_after or float("inf")
-        self.checked = self.active = self.polled = time.monotonic()
+        self.checked = self.active = self.polled = self.clock.monotonic()
         self.activity: object = None
         self.cpu: dict[int, float] = {}  # CPU seconds by rank at the last poll of the nodes
 
     def hung(self, excused: bool) -> bool:
         """Whether the job was idle for too long; time in which it is `excused` does not count."""
-        now = time.monotonic()
+        now = self.clock.monotonic()
         if now - self.checked < min(1.0, self.limit / 20):
             return False
         self.checked = now

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -56,7 +55,7 @@ class Nodes:
             if first or (self.spec.min_trainers is None and len(self.job.session.alive()) < len(wanted)):
                 raise
             error = str(failure)
-            self.rejoin_at = time.monotonic() + self.rejoin_delay
+            self.rejoin_at = self.job.clock.monotonic() + self.rejoin_delay
         alive = self.job.session.alive()
         if self.rejoining:  # leave out a node that is already back
             alive = {node: host for node, host in alive.items() if node in left}
@@ -80,7 +79,7 @@ class Nodes:
         """Whether a missing node is back; at intervals, starts an attempt to bring it back in the background."""
         if len(self.plan.nodes) == len(names(self.spec)):
             return False
-        if self.rejoining is None and time.monotonic() > self.rejoin_at:
+        if self.rejoining is None and self.job.clock.monotonic() > self.rejoin_at:
             wanted = self._planned(names(self.spec), self.plan.generation)
             self.rejoining = self.pool.submit(self._up, wanted)
         if self.rejoining is None or not self.rejoining.done():
@@ -89,7 +88,7 @@ class Nodes:
             return True
         self.rejoining = None
         self.rejoin_delay = min(REJOIN_INTERVAL[1], self.rejoin_delay * 2)
-        self.rejoin_at = time.monotonic() + self.rejoin_delay
+        self.rejoin_at = self.job.clock.monotonic() + self.rejoin_delay
         return False
 
     def end_background(self) -> None:

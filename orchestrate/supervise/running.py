@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import errno
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
+from orchestrate.clock import Clock
 from orchestrate.engines.base import Engine, Session
 from orchestrate.errors import EngineError
 from orchestrate.job.events import DiskFull, Event, WarningIssued
@@ -54,6 +54,11 @@ class Running:
     watch: Watch = field(default_factory=Watch)  # gets what the workers are doing, every second if it is wanted
     since: float = 0.0  # seconds from the job's start to its last resumption
 
+    @property
+    def clock(self) -> Clock:
+        """The clock of the job."""
+        return self.emit.clock
+
     @cached_property
     def session(self) -> Session:
         """The job's nodes and workers; raises EngineError if they cannot be reached, and may then be retried."""
@@ -69,10 +74,10 @@ class Running:
 
     def sleep(self, seconds: float) -> bool:
         """Wait; return True as soon as there is a stop request."""
-        deadline = time.monotonic() + seconds
+        deadline = self.clock.monotonic() + seconds
         before = self.stops()
-        while time.monotonic() < deadline and self.stops() == before:
-            time.sleep(0.05)
+        while self.clock.monotonic() < deadline and self.stops() == before:
+            self.clock.sleep(0.05)
         return self.stops() > before
 
     def retry(self, action: Callable[[], None], fails: type[Exception], event: Callable[[str], Event]) -> None:
@@ -80,7 +85,7 @@ class Running:
 
         The limit is shorter if the job is being stopped: a paused node, for example, does not respond.
         """
-        deadline = time.monotonic() + (STOPPING_TIMEOUT if self.stops() else ENGINE_TIMEOUT)
+        deadline = self.clock.monotonic() + (STOPPING_TIMEOUT if self.stops() else ENGINE_TIMEOUT)
         emitted = False
         while True:
             try:
@@ -89,7 +94,7 @@ class Running:
                 if not emitted:
                     self.emit(event(str(error)))
                 emitted = True
-                if time.monotonic() > deadline or self.sleep(1.0):
+                if self.clock.monotonic() > deadline or self.sleep(1.0):
                     raise
 
     def write(self, action: Callable[[], None]) -> None:

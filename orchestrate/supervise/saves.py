@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 from orchestrate.job.events import CheckpointSaved
 from orchestrate.supervise.running import Running
 
@@ -18,7 +16,7 @@ class Saves:
     def __init__(self, job: Running) -> None:
         self.job = job
         self.first = self.last = job.files.saved()
-        self.began = self.noted = self.due = time.monotonic()
+        self.began = self.noted = self.due = self.job.clock.monotonic()
         self.changed: tuple[float, float] | None = None  # when a save began to change the folder, and when it last did
 
     @property
@@ -28,11 +26,11 @@ class Saves:
 
     def step(self) -> None:
         """Look at the folder, unless that was just done; emit an event for a save that is complete."""
-        now = time.monotonic()
+        now = self.job.clock.monotonic()
         if now < self.due:
             return
         self._look(now)
-        self.due = now + max(INTERVAL, (time.monotonic() - now) / MAX_LOAD)
+        self.due = now + max(INTERVAL, (self.job.clock.monotonic() - now) / MAX_LOAD)
         if self.changed and now >= self.noted + (now - self.began) / SPACING:
             began, last = self.changed
             if now >= min(last + QUIET, began + LONGEST):
@@ -40,9 +38,9 @@ class Saves:
 
     def end(self) -> None:
         """Look at the folder once all workers have ended."""
-        self._look(time.monotonic())
+        self._look(self.job.clock.monotonic())
         if self.changed:
-            self._note(time.monotonic())
+            self._note(self.job.clock.monotonic())
 
     def _look(self, now: float) -> None:
         before, self.last = dict(self.last), self.job.files.saved()

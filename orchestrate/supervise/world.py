@@ -5,7 +5,6 @@ A framework that does not recognise a job trains one model per worker, and succe
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
@@ -59,7 +58,7 @@ class WorldCheck:
     def __init__(self, job: Running, plan: Plan) -> None:
         self.job, self.plan = job, plan
         self.uses: dict[int, Use] = {}  # by rank, of workers that have ended
-        self.due = time.monotonic() + CHECK_AFTER
+        self.due = self.job.clock.monotonic() + CHECK_AFTER
 
     def ended(self, rank: int, use: Use | None) -> None:
         """Note what a worker has used until its end."""
@@ -68,13 +67,13 @@ class WorldCheck:
 
     def step(self) -> None:
         """Once all workers have run for a minute, check them and emit warnings; raises EngineError."""
-        if time.monotonic() < self.due:
+        if self.job.clock.monotonic() < self.due:
             return
         running = self.job.session.activity().items()
         known = self.uses | {rank: activity.use for rank, activity in running if activity.use}
         left = CHECK_AFTER - min((use.sampled for use in known.values()), default=0.0)
         if known and left > 0:  # some have started later, because their nodes imported modules
-            self.due = time.monotonic() + left
+            self.due = self.job.clock.monotonic() + left
             return
         self.due = float("inf")
         past = [type(event) for event in self.job.emit.events]

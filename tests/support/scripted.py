@@ -70,11 +70,8 @@ class WhenAsked:
 class Job:
     """A job on a scripted engine, with its own files and clock."""
 
-    def __init__(self, folder, monkeypatch) -> None:
+    def __init__(self, folder) -> None:
         self.clock = Clock()
-        for module in ("running", "nodes", "generation", "world", "saves"):
-            monkeypatch.setattr(f"orchestrate.supervise.{module}.time", self.clock)
-        monkeypatch.setattr("orchestrate.job.recorder.time", self.clock)
         self.paths = JobPaths(folder / "run")
         self.paths.create()
         self.stops = lambda: 0
@@ -85,7 +82,7 @@ class Job:
         engine.wait = lambda timeout: (self.clock.sleep(timeout), wait(timeout))[1]
         spec = spec or JobSpec(trainers=2, grace=0.01)
         first = plan_ or plan(spec, HERE, "j", 29500)
-        emit = Recorder(self.paths.events)
+        emit = Recorder(self.paths.events, clock=self.clock)
         self.supervisor = Supervisor(
             spec,
             first,

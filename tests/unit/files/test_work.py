@@ -270,7 +270,7 @@ def copying(folder):
 def test_what_was_copied_must_be_known_to_the_next_supervisor(tmp_path, monkeypatch):
     (tmp_path / "code").mkdir()
     (tmp_path / "code" / "train.py").write_text("old")
-    job, wanted = Job(tmp_path / "runs", monkeypatch), copying(tmp_path / "code")
+    job, wanted = Job(tmp_path / "runs"), copying(tmp_path / "code")
     (job.paths.shared / "work").mkdir()
     assert job.run(RecordingEngine([ALL_WELL]), plan_=wanted).outcome == Outcome.SUCCEEDED
     assert (job.paths.shared / "work" / "train.py").read_text() == "old"
@@ -292,6 +292,6 @@ def test_a_copy_must_end_before_the_job_does(tmp_path, monkeypatch):
     monkeypatch.setattr("orchestrate.supervise.work_copy.Copy", Slow)
     engine.missing = {"trainer-1"}
     with pytest.raises(EngineError):
-        Job(tmp_path / "runs", monkeypatch).run(engine, plan_=copying(tmp_path))
+        Job(tmp_path / "runs").run(engine, plan_=copying(tmp_path))
     assert "copied" in engine.calls and engine.calls.index("copied") < engine.calls.index("down")
     pause.set()

@@ -21,8 +21,8 @@ RULE = {"log": EVIL, "action": "fail"}
 
 
 @pytest.fixture
-def job(tmp_path, monkeypatch):
-    return Job(tmp_path, monkeypatch)
+def job(tmp_path):
+    return Job(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -5,18 +5,13 @@ import json
 import pytest
 from support.plans import HERE, plan
 from support.recording import RecordingEngine
-from support.scripted import ALL_WELL, KILLED, Job
+from support.scripted import ALL_WELL, KILLED
 
 from orchestrate.engines.base import Stop
 from orchestrate.job.outcomes import JobResult, Outcome, Reason, WorkerExit
 from orchestrate.job.spec import JobSpec
 
 RESET = "RuntimeError: Connection reset by peer\n"
-
-
-@pytest.fixture
-def job(tmp_path, monkeypatch):
-    return Job(tmp_path, monkeypatch)
 
 
 def test_a_cause_must_include_the_nodes_explanation_and_the_workers_last_lines(job):

@@ -10,11 +10,6 @@ from orchestrate.job.outcomes import JobResult, Outcome, WorkerExit
 from orchestrate.job.spec import JobSpec
 
 
-@pytest.fixture
-def job(tmp_path, monkeypatch):
-    return Job(tmp_path, monkeypatch)
-
-
 class Leaving(RecordingEngine):
     """An engine that is away once, for `seconds`, from when `leaves` is first true."""
 

@@ -2,7 +2,7 @@
 
 import pytest
 from support.recording import RecordingEngine
-from support.scripted import ALL_WELL, Job
+from support.scripted import ALL_WELL
 
 from orchestrate.errors import EngineLost
 from orchestrate.job.outcomes import Activity, JobResult, Outcome, WorkerExit
@@ -126,11 +126,6 @@ def test_the_two_locations_where_most_others_wait_must_be_named():
     assert what.endswith("; 2 others wait at t.py:9 in all_reduce; 2 others wait at t.py:4 in barrier")
     _, what = late({0: "S", 1: "S"}, {0: WAITING, 1: BUSY})
     assert what == "never arrived: it is at t.py:1 in load; 1 waits at t.py:9 in all_reduce"
-
-
-@pytest.fixture
-def job(tmp_path, monkeypatch):
-    return Job(tmp_path, monkeypatch)
 
 
 SPEC = JobSpec(trainers=2, grace=0.01, hang_after=10.0)

@@ -8,11 +8,6 @@ from orchestrate.job.outcomes import JobResult, Outcome, WorkerExit
 from orchestrate.job.spec import JobSpec
 
 
-@pytest.fixture
-def job(tmp_path, monkeypatch):
-    return Job(tmp_path, monkeypatch)
-
-
 def troubled(job: Job, *times: tuple[float, float, str], workers: int = 3) -> RecordingEngine:
     """An engine whose trainer-2 is in trouble in the first generation: (start, end, trouble), times in seconds."""
     well = [WorkerExit(rank, 0) for rank in range(workers)]

@@ -18,11 +18,6 @@ from orchestrate.job.spec import JobSpec
 from orchestrate.supervise.job_files import JobFiles
 
 
-@pytest.fixture
-def job(tmp_path, monkeypatch):
-    return Job(tmp_path, monkeypatch)
-
-
 @pytest.mark.parametrize("fails", [True, False])
 def test_a_node_that_comes_back_at_the_third_attempt_must_not_fail_the_job(job, fails):
     engine, attempts = RecordingEngine([KILLED], [ALL_WELL]), []

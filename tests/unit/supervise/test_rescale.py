@@ -3,18 +3,13 @@
 import pytest
 from support.methods import after, before
 from support.recording import RecordingEngine
-from support.scripted import ALL_WELL, KILLED, AtOnce, Job, WhenAsked
+from support.scripted import ALL_WELL, KILLED, AtOnce, WhenAsked
 
 from orchestrate.engines.base import Observed, Stop
 from orchestrate.errors import EngineLost
 from orchestrate.job.outcomes import JobResult, Outcome, WorkerExit
 from orchestrate.job.spec import JobSpec
 from orchestrate.supervise.nodes import REJOIN_INTERVAL
-
-
-@pytest.fixture
-def job(tmp_path, monkeypatch):
-    return Job(tmp_path, monkeypatch)
 
 
 def test_a_job_with_a_minimum_must_continue_with_fewer_nodes_and_take_one_back_at_a_checkpoint(job, monkeypatch):

@@ -12,7 +12,7 @@ from orchestrate.job.spec import JobSpec
 
 def test_a_resumed_job_must_have_its_restart_budget_again(tmp_path, monkeypatch):
     failure = [[[WorkerExit(1, 1)]], [[WorkerExit(0, 1)]]]
-    job = Job(tmp_path, monkeypatch)
+    job = Job(tmp_path)
     spec = JobSpec(trainers=2, grace=0.01, max_restarts=1)
     assert job.run(RecordingEngine(*failure), spec).why == "max_restarts is 1"
     emit = Recorder(job.paths.events)

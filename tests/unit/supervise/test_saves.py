@@ -3,7 +3,6 @@
 import os
 from collections.abc import Callable
 
-import pytest
 from support.recording import RecordingEngine
 from support.scripted import ALL_WELL, Job
 
@@ -12,11 +11,6 @@ from orchestrate.job.spec import JobSpec
 from orchestrate.supervise import saves
 
 SPEC = JobSpec(trainers=2, grace=0.01, hang_after=0.0)
-
-
-@pytest.fixture
-def job(tmp_path, monkeypatch):
-    return Job(tmp_path, monkeypatch)
 
 
 def playing(job: Job, *actions: Callable[[], object]) -> RecordingEngine:

@@ -14,7 +14,7 @@ SPEC = JobSpec(trainers=2, grace=0.01, spares=1)
 @pytest.fixture
 def job(tmp_path, monkeypatch):
     monkeypatch.setattr("orchestrate.supervise.nodes.ThreadPoolExecutor", WhenAsked)
-    return Job(tmp_path, monkeypatch)
+    return Job(tmp_path)
 
 
 def with_standby(*generations: list[list[WorkerExit]], lost: tuple[str, ...] = ("trainer-1",)) -> RecordingEngine:

@@ -7,18 +7,13 @@ import pytest
 from support.methods import before, raising
 from support.plans import HERE, plan
 from support.recording import RecordingEngine
-from support.scripted import ALL_WELL, KILLED, Job
+from support.scripted import ALL_WELL, KILLED
 
 from orchestrate.engines.base import Stop, never
 from orchestrate.errors import EngineError
 from orchestrate.job.outcomes import JobResult, Outcome, WorkerExit
 from orchestrate.job.spec import JobSpec
 from orchestrate.supervise.job_files import JobFiles
-
-
-@pytest.fixture
-def job(tmp_path, monkeypatch):
-    return Job(tmp_path, monkeypatch)
 
 
 class Unstoppable(RecordingEngine):

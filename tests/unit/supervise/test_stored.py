@@ -147,7 +147,7 @@ def test_nodes_must_be_removed_if_the_store_fails_when_a_job_is_taken_over(tmp_p
         def begin(self):
             raise StorageError("access denied")
 
-    job = Job(tmp_path, monkeypatch)
+    job = Job(tmp_path)
     before = Recorder(job.paths.events)
     before(events.GenerationStarting(0, ("master",), 1, 29500))
     before.close()

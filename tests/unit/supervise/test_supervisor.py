@@ -6,7 +6,7 @@ import json
 import pytest
 from support.methods import after, before, raising
 from support.recording import RecordingEngine
-from support.scripted import ALL_WELL, KILLED, Job
+from support.scripted import ALL_WELL, KILLED
 
 from orchestrate.engines.base import Observed, Stop
 from orchestrate.errors import EngineError, ResourceError
@@ -14,11 +14,6 @@ from orchestrate.job.events import WarningIssued
 from orchestrate.job.outcomes import JobResult, Outcome, WorkerExit
 from orchestrate.job.report import line
 from orchestrate.job.spec import JobSpec
-
-
-@pytest.fixture
-def job(tmp_path, monkeypatch):
-    return Job(tmp_path, monkeypatch)
 
 
 def test_a_job_must_succeed_only_when_all_workers_have(job):

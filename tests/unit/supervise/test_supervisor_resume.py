@@ -8,17 +8,12 @@ import pytest
 from support.methods import raising
 from support.plans import HERE, plan
 from support.recording import RecordingEngine
-from support.scripted import ALL_WELL, KILLED, Job
+from support.scripted import ALL_WELL, KILLED
 
 from orchestrate.errors import EngineLost
 from orchestrate.job import events
 from orchestrate.job.outcomes import Cause, JobResult, Outcome, Reason, WorkerExit
 from orchestrate.job.spec import JobSpec
-
-
-@pytest.fixture
-def job(tmp_path, monkeypatch):
-    return Job(tmp_path, monkeypatch)
 
 
 def died(job, *happened: events.Event) -> None:

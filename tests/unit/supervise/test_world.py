@@ -5,7 +5,6 @@ import dataclasses
 import pytest
 from support.plans import HERE, plan
 from support.recording import RecordingEngine
-from support.scripted import Job
 
 from orchestrate.job.outcomes import Activity, JobResult, Outcome, Use, WorkerExit
 from orchestrate.job.report import text
@@ -15,11 +14,6 @@ from orchestrate.supervise.world import CHECK_AFTER, are_isolated
 ALONE = Use(exchanged=848, connected=3.0, sampled=5.0, gpu=False, torch=True)
 TOGETHER = dataclasses.replace(ALONE, exchanged=100_000)
 STRICT = JobSpec(trainers=2, grace=0.01, require_communication=True)
-
-
-@pytest.fixture
-def job(tmp_path, monkeypatch):
-    return Job(tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize(
