@@ -280,3 +280,20 @@ def test_secrets_must_be_read_from_the_record(tmp_path):
     paths = create(JobPaths(tmp_path / "a-1"), SPEC)
     spec, plan = store.load(paths)
     assert spec == SPEC and {worker.env["HF_TOKEN"] for worker in plan.workers} == {"canary-1"}
+
+
+def test_a_file_must_stay_valid_if_its_next_version_cannot_be_written(run, kept, monkeypatch):
+    records.make(run, KEY)
+    path = run / "report.json"
+    records.write(path, "old")
+
+    def full(path: Path | str, *_: object) -> None:
+        if path == run / "report.json":
+            raise OSError(28, "No space left on device")
+        write_whole(path, *_)
+
+    write_whole = records.write_whole
+    monkeypatch.setattr(records, "write_whole", full)
+    with pytest.raises(OSError, match="No space left"):
+        records.write(path, "new")
+    assert records.written(records.need(run), path.name, path.read_text())

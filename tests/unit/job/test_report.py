@@ -14,7 +14,7 @@ from orchestrate.files import folder
 from orchestrate.job import events
 from orchestrate.job.metrics import listed
 from orchestrate.job.outcomes import Cause, GenerationResult, JobResult, Outcome, Reason
-from orchestrate.job.report import line, phase, report, text
+from orchestrate.job.report import Written, line, phase, report, text
 from orchestrate.job.spec import JobSpec
 
 NODES = ("master", "trainer-1", "trainer-2")
@@ -301,3 +301,10 @@ def test_only_events_that_matter_to_the_user_must_be_shown(event, expected):
 )
 def test_the_phase_of_a_job_must_follow_from_its_events(event, shown):
     assert phase(event) == shown
+
+
+def test_a_list_of_written_files_that_is_not_complete_must_be_named():
+    for complete, named in ((True, []), (False, ["written"])):
+        written = Written(Path("work"), ["a"], complete)
+        data = report(PLAN, JobResult(Outcome.SUCCEEDED, "finished"), [], 0.0, [], [], written=written)
+        assert (data["written"], data["truncated"]) == (["a"], named)

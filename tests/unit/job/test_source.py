@@ -1,5 +1,9 @@
 """URLs of Git repositories, and their errors."""
 
+import os
+import shutil
+import subprocess
+
 import pytest
 
 from orchestrate.errors import ResourceError, UsageError
@@ -52,3 +56,19 @@ def test_an_error_of_git_must_be_shown_without_its_advice(tmp_path, monkeypatch)
     expected = r"publickey\)\.; fatal: Could not read from remote repository\.$"
     with pytest.raises(ResourceError, match=expected):
         source.check_out(source.parsed("git+ssh://me@host/a"))
+
+
+def test_what_an_interrupted_checkout_has_left_must_not_prevent_a_later_one(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    there = tmp_path / "there"
+    who = {f"GIT_{who}_{what}": "x@y" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
+    there.mkdir()
+    (there / "train.py").touch()
+    for arguments in ("init --quiet", "add .", "commit --quiet --message x"):
+        subprocess.run(["git", *arguments.split()], cwd=there, env=os.environ | who, check=True)
+    repository = source.parsed(f"git+file://{there}")
+    folder = source.check_out(repository)
+    (folder.parent / f".{folder.name}").mkdir()  # as if this run had ended before it renamed the folder
+    (folder.parent / f".{folder.name}" / "half").touch()
+    shutil.rmtree(folder)
+    assert source.check_out(repository) == folder and os.listdir(folder) == ["train.py"]

@@ -21,3 +21,7 @@ def test_variables_for_the_cpu_must_be_set_only_without_gpus():
 def test_a_single_worker_must_be_left_to_its_framework():
     """It may use an accelerator of another kind."""
     assert frameworks.variables(1, 1, on_gpus=False) == {}
+
+
+def test_several_workers_on_one_node_must_find_each_other():
+    assert frameworks.variables(1, 2, on_gpus=True).items() >= {"PL_TRAINER_NUM_NODES": "1", "LT_DEVICES": "2"}.items()

@@ -26,10 +26,11 @@ def status(tmp_path, monkeypatch):
     variables = server.variables({"RANK": "0", "JOB_DIR": str(tmp_path)})
     address = urllib.parse.urlsplit(variables[URL])
 
-    def answered(send) -> int:
-        """Send a request in a thread, and return the status of the answer."""
+    def answered(send, to=None) -> int:
+        """Send a request in a thread, with the variables of a worker, and return the status of the answer."""
         found: list[int] = []
-        connection = http.client.HTTPConnection(str(address.hostname), address.port, timeout=20)
+        place = urllib.parse.urlsplit(to[URL]) if to else address
+        connection = http.client.HTTPConnection(str(place.hostname), place.port, timeout=20)
 
         def exchange() -> None:
             send(connection)
@@ -42,14 +43,14 @@ def status(tmp_path, monkeypatch):
             loop.turn()
         return found[0]
 
-    def post(body, token=None, path="/") -> int:
+    def post(body, token=None, path="/", to=None) -> int:
         text = body if isinstance(body, bytes | str) else json.dumps(body)
-        token = Path(variables[TOKEN]).read_text() if token is None else token
+        token = Path((to or variables)[TOKEN]).read_text() if token is None else token
         headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
-        return answered(lambda connection: connection.request("POST", path, text, headers))
+        return answered(lambda connection: connection.request("POST", path, text, headers), to)
 
-    def rows() -> list[dict]:
-        path = tmp_path / "metrics.jsonl"
+    def rows(folder=tmp_path) -> list[dict]:
+        path = folder / "metrics.jsonl"
         return [*map(json.loads, path.read_text().splitlines())] if path.exists() else []
 
     yield SimpleNamespace(**locals())
@@ -147,3 +148,11 @@ def test_a_link_must_not_be_followed(status, tmp_path):
     (tmp_path / "metrics.jsonl").symlink_to(outside)
     assert status.post(request(0, loss=1)) == 500
     assert outside.read_text() == ""
+
+
+def test_the_next_job_on_a_node_must_have_all_its_metrics(status, tmp_path):
+    """Also those that are equal to the last ones of the job before."""
+    assert status.post(request(10, current_step=1, loss=0.5)) == 200
+    following = status.server.variables({"RANK": "0", "JOB_DIR": str(tmp_path / "next")})
+    assert status.post(request(10, current_step=1, loss=0.5), to=following) == 200
+    assert status.rows(tmp_path / "next") == status.rows() == [{"step": 1, "loss": 0.5}]

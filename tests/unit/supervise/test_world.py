@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 from support.plans import HERE, plan
 from support.recording import RecordingEngine
+from support.scripted import KILLED
 
 from orchestrate.job.outcomes import Activity, JobResult, Outcome, Use, WorkerExit
 from orchestrate.job.report import text
@@ -84,9 +85,12 @@ def test_one_worker_must_need_no_communication(job):
     assert job.run(engine, spec, plan(spec, HERE, "j", 29500)) == JobResult(Outcome.SUCCEEDED, "finished")
 
 
-def run_for(job, seconds: float, use: Use | None, gpus: tuple[str, ...] = (), late: float = 0.0) -> None:
-    """A job that runs for some seconds, whose workers start `late` seconds after it, and have used `use`."""
-    engine = RecordingEngine([*[[]] * int(10 * seconds), ended(use)])
+def run_for(
+    job, seconds: float, use: Use | None, gpus: tuple[str, ...] = (), late: float = 0.0, failures: int = 0
+) -> None:
+    """A job whose generations run for some seconds; its workers start `late` seconds after it, and have used `use`."""
+    working = [[]] * int(10 * seconds)
+    engine = RecordingEngine(*[[*working, KILLED]] * failures, [*working, ended(use)])
     start = job.clock.now
 
     def activity() -> dict[int, Activity]:
@@ -155,3 +159,8 @@ def test_the_end_of_a_job_must_show_the_warning():
         "hint: call it",
     ]
     assert len(text(data | {"isolated": ""}).splitlines()) == 1
+
+
+def test_isolated_workers_must_be_warned_about_once_for_all_generations(job):
+    run_for(job, 2 * CHECK_AFTER, ALONE, failures=2)
+    assert len(job.noted("generation_starting")) == 3 and len(job.noted("workers_isolated")) == 1
