@@ -23,6 +23,7 @@ from orchestrate.engines.base import JobState
 from orchestrate.files import lock, records
 from orchestrate.files.paths import JobPaths
 from orchestrate.job.spec import JobSpec
+from orchestrate.supervise import output
 from orchestrate.supervise.generation import BY_MAX_RUN, BY_USER
 
 
@@ -213,6 +214,20 @@ def test_attach_must_follow_a_job_from_its_last_lines_to_its_end(do, paths, monk
     assert err[1:] == ["succeeded: 3 workers, 1.0 s", str(paths.root)]
     assert out[-3:] == ["[0] line 999", "[1] one", "[1] two"]
     assert len(out) < 1000
+
+
+def test_attach_must_show_all_that_was_printed_before_the_end(do, paths, monkeypatch):
+    monkeypatch.setattr(output, "MIN_READ", 1000)
+    monkeypatch.setattr(output, "MAX_READ", 1000)
+
+    def finish() -> None:
+        paths.log(1).write_text("".join(f"line {number}\n" for number in range(3000)))
+        end(paths)
+
+    monkeypatch.setattr(attach, "time", Meanwhile(finish))
+    with supervised(paths.root):
+        code, out, _ = do("attach", "a-1")
+    assert code == 0 and out == [f"[1] line {number}" for number in range(3000)]
 
 
 def test_attach_must_supervise_a_job_that_has_no_supervisor(do, paths, engine):

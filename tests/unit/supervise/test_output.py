@@ -15,6 +15,7 @@ from orchestrate.console import stream
 from orchestrate.files.paths import JobPaths
 from orchestrate.job import store
 from orchestrate.job.outcomes import WorkerExit
+from orchestrate.job.spec import JobSpec
 from orchestrate.job.times import Clock
 from orchestrate.supervise import launch, output
 from orchestrate.supervise.output import Output
@@ -230,3 +231,19 @@ def test_an_unread_stdout_must_not_block_the_supervisor(paths, monkeypatch):
     data = launch.supervise(paths, Whole([KILLED], [ALL_WELL]), lambda: 0, Shown(lambda _: None, stream))
     Stuck.resume.set()
     assert (data["outcome"], data["generations"]) == ("succeeded", 2)
+
+
+def test_prefixes_must_name_the_nodes_of_the_generation_that_runs(paths):
+    create(paths, JobSpec(trainers=2, nproc_per_node=2, min_trainers=1, grace=0.01))
+    engine = Whole([KILLED], [[WorkerExit(rank, 0) for rank in range(4)]])
+    start = engine.start
+
+    def write(plan) -> None:
+        start(plan)
+        engine.missing = {"trainer-1"}
+        paths.log(2).write_text("hello\n" * len(engine.plans))
+
+    engine.start = write
+    report, shown = supervise(paths, engine)
+    assert report["outcome"] == "succeeded"
+    assert [line for line in shown if "hello" in line] == ["[trainer-1 2] hello", "[trainer-2 2] hello"]
