@@ -170,3 +170,15 @@ def test_files_that_documents_and_comments_name_must_exist():
     texts = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *FILES]
     named = {name for path in texts for name in re.findall(r"\btests/[\w/]+\.py\b", path.read_text())}
     assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
+
+
+def test_tests_of_jobs_that_do_not_always_run_must_be_listed():
+    text, named = (ROOT / "CONTRIBUTING.md").read_text(), set()
+    for path in ROOT.glob("tests/e2e/**/test_*.py"):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.FunctionDef) and any(
+                "exhaustive" in ast.unparse(one) for one in node.decorator_list
+            ):
+                named.add(node.name)
+    table = text[text.index("Only `make test-all` runs") : text.index("Other tests, and other test runs")]
+    assert named == {*re.findall(r"`(test_\w+)`", table)}
