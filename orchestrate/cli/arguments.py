@@ -7,7 +7,8 @@ import os
 import re
 from typing import Any
 
-from orchestrate.cli.options import FLAGS, RUN_COMMANDS, SWITCHES, parser
+from orchestrate.cli.options import FLAGS, SWITCHES, parser
+from orchestrate.cli.table import COMMANDS, Command
 from orchestrate.console import called
 from orchestrate.errors import UsageError
 from orchestrate.job.inputs import OF_SHELL
@@ -23,12 +24,13 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str] | None]:
     """
     if argv[:1] == ["help"]:
         argv = [*argv[1:], "--help"]
-    top = parser()
+    top = parser(argv[0] if argv else "")
+    about = COMMANDS.get(argv[0] if argv else "", Command(""))
     if argv and argv[0].startswith("-") and argv[0] not in (*top.flags(), "--"):
         hint = f"options come after the command: {called()} run {argv[0]} …"
         raise UsageError(f"expected a command before {shown(argv[0])}", hint)
     split = len(argv) if "--" not in argv else argv.index("--")
-    if argv[:1] and argv[0] in (*RUN_COMMANDS, "doctor", "export"):
+    if about.plans or about.script:
         split = _command_start(argv, split, top.subparser(argv[0]).switches())
     words, rest = argv[:split], argv[split:]
     args = top.parse_args(words or ["--help"])

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import dataclasses
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from orchestrate.cli.options import LATEST, RUN_COMMANDS, RUNS
+from orchestrate.cli.options import LATEST, RUNS
+from orchestrate.cli.table import COMMANDS
+from orchestrate.engines import choice
 from orchestrate.errors import UsageError
 from orchestrate.files import records
 from orchestrate.files.paths import NAME, JobPaths
-from orchestrate.job import owners
+from orchestrate.job import owners, store
+from orchestrate.job.plan import Plan
+from orchestrate.job.spec import JobSpec
 
 if TYPE_CHECKING:
     from orchestrate.engines.base import Engine
+
 
 MAX_SHOWN = 8  # jobs that an error lists
 
@@ -70,9 +77,9 @@ def resolve_runs(args: argparse.Namespace) -> None:
 
     Raises UsageError for a folder that cannot be used: for example, a link that may have come with a project.
     """
-    if args.command in RUN_COMMANDS and args.runs is None and RUNS.is_symlink():
+    if COMMANDS[args.command].plans and args.runs is None and RUNS.is_symlink():
         raise UsageError(f"{RUNS} is a symbolic link", "pass the folder that it points to: --runs DIR")
-    args.shown, name = args.runs or RUNS, vars(args).get("job", "")
+    args.shown, name = args.runs or RUNS, vars(args).get("job") or ""
     if "/" in name:
         args.shown, args.job = Path(name).parent, Path(name).name
     args.runs = owners.check(args.shown)
@@ -91,3 +98,26 @@ def created_at(paths: JobPaths) -> float:
         return paths.spec.lstat().st_mtime
     except OSError:
         return 0.0
+
+
+def paths_of(args: argparse.Namespace) -> JobPaths:
+    """Return the files of the job that `args.job` names; ask the engines only if `--runs` does not have it."""
+    folder = args.runs / args.job
+    local = folder.joinpath("plan.json").exists() and not owners.foreign(folder) and records.find(folder)
+    return JobPaths(find(args, [] if local else choice.available_engines()))
+
+
+def engine_of(spec: JobSpec, plan: Plan) -> Engine:
+    """Return the engine in a job's plan; its spec may be `auto`."""
+    return choice.select_engine(dataclasses.replace(spec, engine=plan.engine))
+
+
+def anywhere(args: argparse.Namespace) -> tuple[JobPaths, list[Engine]]:
+    """Return a job's files and all engines that answer; raises OrchestrateError if the job's own does not."""
+    engines = choice.available_engines()
+    paths = JobPaths(find(args, engines))
+    with contextlib.suppress(UsageError):  # its files are unreadable
+        spec, plan = store.load(paths)
+        if plan.engine not in {engine.name for engine in engines}:
+            return paths, [engine_of(spec, plan), *engines]
+    return paths, engines

@@ -1,8 +1,9 @@
-"""The commands and their options."""
+"""The parser of the command line, and options that several commands have."""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import re
 import stat
@@ -10,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from orchestrate import __version__
-from orchestrate.cli.parser import EXPORTS, Parser, Subparsers
+from orchestrate.cli.parser import Parser
+from orchestrate.cli.table import COMMANDS
 from orchestrate.console import called
 from orchestrate.job.spec import description
 from orchestrate.job.strict_yaml import shown
@@ -39,23 +41,6 @@ FLAGS = {  # job file keys that are also options, with their metavars
 }
 SWITCHES = ("require_communication", "isolated", "stdin")  # keys that are options without a value
 RUNS = Path("runs")
-RUN_COMMANDS = {
-    "run": "run a job until it ends",
-    "plan": "print the rank assignment without creating anything",
-    "up": "start a cluster: nodes that stay up for later jobs",
-}
-JOB_COMMANDS = {
-    "logs": "print the output of a job's workers",
-    "events": "print what happened to a job, and when",
-    "top": "show what the workers of a running job use: CPU, memory, GPUs",
-    "report": "write a page about jobs that have ended: report.html",
-    "attach": "follow a job until it ends; take over if it has no supervisor",
-    "resume": "continue a job that was stopped or failed, from its last checkpoint",
-    "wait": "wait until a job ends, and exit with its exit code",
-    "stop": "stop a job and remove its nodes",
-    "rm": "remove a job that has ended, with its files and any leftover nodes",
-}
-LATEST_BY_DEFAULT = ("logs", "events", "top", "report", "attach", "resume", "wait")  # commands whose JOB is optional
 LATEST = "latest"
 COMMAND = "[[--] SCRIPT.py ARGS | -m MODULE ARGS | PROGRAM ARGS]"
 EXITS = """\
@@ -67,8 +52,8 @@ exit codes:
 """
 
 
-def parser() -> Parser:
-    """Return the parser of the command line, without the job's own command."""
+def parser(command: str) -> Parser:
+    """Return the parser of the command line, without the job's own command; of the commands, `command` is complete."""
     top = Parser(
         prog=called(),
         description="Run any PyTorch distributed program as a real multi-node job in containers.",
@@ -80,147 +65,37 @@ def parser() -> Parser:
     subparsers = top.add_subparsers(
         dest="command", metavar="COMMAND", required=True, prog=top.prog, parser_class=Parser, title="commands"
     )
-    _add_run_commands(subparsers)
-    _add_export(subparsers, f"{top.prog} export")
-    _add_other_commands(subparsers)
-    _add_job_commands(subparsers)
+    for name, about in COMMANDS.items():
+        added = subparsers.add_parser(
+            name, help=about.summary, description=f"{about.summary[0].upper()}{about.summary[1:]}."
+        )
+        if about.plans or about.script:
+            added.usage = "%(prog)s [JOB.yaml] [options]" + f" {COMMAND}" * about.script
+        if name == command:
+            module(name).add_arguments(added)
     top.add_verbose()
     return top
 
 
-def _add_run_commands(subparsers: Subparsers) -> None:
-    for name, summary in RUN_COMMANDS.items():
-        command = subparsers.add_parser(
-            name,
-            help=summary,
-            description=f"{summary[0].upper()}{summary[1:]}.",
-            usage="%(prog)s [JOB.yaml] [options]" + f" {COMMAND}" * (name != "up"),
-        )
-        _add_job(command)
-        if name == "plan":
-            command.add_argument("--json", action="store_true", help="print the plan as JSON")
-        if name == "run":
-            command.add_argument("--dry-run", action="store_true", help="print the plan without creating anything")
-            _add_stdout_options(command)
-            command.add_argument("--resume", type=_job, metavar="JOB", help="continue this job, as `resume` does")
-            command.add_argument(
-                "--detach", action="store_true", help="run in the background, and print the run directory"
-            )
-        _add_runs(command)
-    command = subparsers.add_parser(
-        "doctor",
-        help="report problems that keep jobs from running",
-        description="Report problems that keep jobs from running on this engine or on the hosts of its Swarm.",
-        usage=f"%(prog)s [JOB.yaml] [options] {COMMAND}",
-    )
-    _add_job(command)
-    subparsers.add_parser(
-        "schema",
-        help="print the JSON Schema of job files, for editors",
-        description="Print the JSON Schema of job files. Editors use it to complete and validate files that start with "
-        "`# yaml-language-server: $schema=PATH`.",
-    )
+def module(command: str) -> Any:
+    """Import the module of a command."""
+    return importlib.import_module(f"orchestrate.cli.commands.{command}")
 
 
-def _add_export(subparsers: Subparsers, prog: str) -> None:
-    command = subparsers.add_parser(
-        "export",
-        help="print the job as a file for Kubernetes, Slurm or Compose",
-        description="Print the job as a file for Kubernetes, Slurm or Docker Compose.",
-        usage=f"%(prog)s kubernetes|slurm|compose [JOB.yaml] [options] {COMMAND}",
-    )
-    targets = command.add_subparsers(
-        dest="target", metavar="|".join(EXPORTS), required=True, prog=prog, parser_class=Parser
-    )
-    for (target, forms), name in zip(EXPORTS.items(), ("Kubernetes", "Slurm", "Docker Compose")):
-        command = targets.add_parser(
-            target,
-            help=f"--form {'|'.join(forms)}" if forms else "a Compose file",
-            description=f"Print the job as a file for {name}.",
-            usage=f"%(prog)s [JOB.yaml] [options] {COMMAND}",
-        )
-        command.add_argument(
-            "--form",
-            metavar="FORM",
-            help=f"kind of output: {', '.join(forms)} (default: {forms[0]})" if forms else argparse.SUPPRESS,
-        )
-        _add_job(command)
+def add_job_name(command: argparse.ArgumentParser, latest: bool) -> None:
+    """Add the job that a command is about; `latest` is whether it is the latest job by default."""
+    optional: dict[str, Any] = {"nargs": "?", "default": LATEST} if latest else {}
+    text = "id, unique prefix, run directory, or latest" + " (default)" * latest
+    command.add_argument("job", type=job, metavar="JOB", help=text, **optional)
 
 
-def _add_other_commands(subparsers: Subparsers) -> None:
-    command = subparsers.add_parser(
-        "down",
-        help="remove a cluster that was started by up",
-        description="Remove a cluster's nodes and files, but not the files of its jobs.",
-    )
-    command.add_argument("cluster", type=_name, metavar="CLUSTER", help="name or unique prefix")
-    _add_dry_run(command)
-    _add_runs(command)
-    command = subparsers.add_parser(
-        "ps", help="list running jobs and clusters", description="List running jobs and clusters."
-    )
-    command.add_argument("-a", "--all", action="store_true", help="list also the jobs that have ended")
-    command.add_argument("--json", action="store_true", help="print a list of objects as JSON")
-    _add_runs(command)
-    command = subparsers.add_parser(
-        "prune",
-        help="remove jobs that ended long ago, and caches",
-        description="Remove the run directories of jobs that ended long ago, and caches of packages, data and sources.",
-    )
-    command.add_argument(
-        "--older-than", type=_duration, default="30d", metavar="DURATION", help="time since their end (default: 30d)"
-    )
-    command.add_argument("--caches", action="store_true", help="also remove the caches, which jobs fill again")
-    _add_dry_run(command)
-    _add_runs(command)
-    command = subparsers.add_parser(
-        "serve",
-        help="show jobs in a web browser on this machine",
-        description="Serve a web page on this machine that lists jobs, follows running ones, and shows reports.",
-    )
-    command.add_argument("--port", type=_port, default=6007, metavar="PORT", help="default: 6007; 0 chooses a free one")
-    _add_runs(command)
+def add_follow(command: argparse.ArgumentParser) -> None:
+    """Add the option of commands that can follow a job."""
+    command.add_argument("-f", "--follow", action="store_true", help="follow the job until it ends")
 
 
-def _add_job_commands(subparsers: Subparsers) -> None:
-    for name, summary in JOB_COMMANDS.items():
-        command = subparsers.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
-        optional: dict[str, Any] = {"nargs": "?", "default": LATEST} if name in LATEST_BY_DEFAULT else {}
-        job_help = "id, unique prefix, run directory, or latest" + " (default)" * bool(optional)
-        command.add_argument("job", type=_job, metavar="JOB", help=job_help, **optional)
-        _add_runs(command)
-        if name in ("attach", "resume"):
-            _add_stdout_options(command)
-        if name == "logs":
-            _add_log_options(command)
-        if name == "report":
-            command.add_argument(
-                "others", nargs="*", type=_job, metavar="OTHER", help="jobs to compare it with, in RUNS/report.html"
-            )
-        if name == "top":
-            command.add_argument("--once", action="store_true", help="print the table once, and exit")
-        if name in ("logs", "events"):
-            command.add_argument("-f", "--follow", action="store_true", help="follow the job until it ends")
-        if name in ("stop", "rm"):
-            _add_dry_run(command)
-
-
-def _add_log_options(command: argparse.ArgumentParser) -> None:
-    _add_ranks(command)
-    command.add_argument("--merge", action="store_true", help="sort the lines of all ranks by time")
-    command.add_argument(
-        "--since", type=_duration, metavar="DURATION", help="print only lines of the last 5m, for example"
-    )
-    command.add_argument(
-        "--tail", type=_count, metavar="N", help="print only the last N lines of each rank, and what follows"
-    )
-    command.add_argument(
-        "--grep", type=_pattern, metavar="REGEX", help="print only lines that match this regular expression"
-    )
-    command.add_argument("--rank", type=int, metavar="N", help="print only the output of this rank, without prefixes")
-
-
-def _add_job(command: argparse.ArgumentParser) -> None:
+def add_job_options(command: argparse.ArgumentParser) -> None:
+    """Add the job file, and the options that are keys of it."""
     command.add_argument("file", nargs="?", type=Path, metavar="JOB.yaml", help="job file; options override it")
     command.add_argument(
         "--nodes", metavar="N", help="number of nodes including the master; --nodes 4 is equivalent to --trainers 3"
@@ -275,7 +150,7 @@ def _add_job(command: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_stdout_options(command: argparse.ArgumentParser) -> None:
+def add_stdout_options(command: argparse.ArgumentParser) -> None:
     """Add the options that replace worker output on stdout; worker output then goes to stderr."""
     group = command.add_mutually_exclusive_group()
     group.add_argument("--print-path", action="store_true", help="print only the run directory to stdout")
@@ -288,54 +163,60 @@ def _add_stdout_options(command: argparse.ArgumentParser) -> None:
         "warnings and the result (quiet); default: auto",
     )
     command.add_argument("-q", "--quiet", action="store_true", help="print only warnings and the result")
-    _add_ranks(command)
+    add_ranks(command)
 
 
-def _add_dry_run(command: argparse.ArgumentParser) -> None:
+def quiet(args: argparse.Namespace) -> bool:
+    """Whether only warnings and the result are printed."""
+    return bool(args.quiet) or args.progress == "quiet"
+
+
+def add_dry_run(command: argparse.ArgumentParser) -> None:
     """Add the option of commands that remove something."""
     command.add_argument("--dry-run", action="store_true", help="print what would be removed, and exit")
 
 
-def _add_ranks(command: argparse.ArgumentParser) -> None:
+def add_ranks(command: argparse.ArgumentParser) -> None:
     """Add the options that select and mark lines of workers."""
     command.add_argument("--ranks", metavar="N,N-N", help="print only the output of these ranks")
     command.add_argument("-t", "--timestamps", action="store_true", help="print the time of each line")
 
 
-def _add_runs(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--runs", type=_folder, metavar="DIR", help=f"folder for run directories (default: {RUNS})")
+def add_runs(command: argparse.ArgumentParser) -> None:
+    """Add the folder for run directories."""
+    command.add_argument("--runs", type=folder, metavar="DIR", help=f"folder for run directories (default: {RUNS})")
 
 
-def _name(text: str) -> str:
+def name(text: str) -> str:
     """Check the name of a job or cluster, or its prefix: the characters of `store.new_id`, so that none is a path."""
     if not re.fullmatch("[a-z0-9-]{1,63}", text):
         raise argparse.ArgumentTypeError(f"invalid name {shown(text)}: use lowercase letters, digits and hyphens")
     return text
 
 
-def _job(text: str) -> str:
+def job(text: str) -> str:
     """Check a job's name, or its run directory as `run` prints it."""
     if "/" not in text:
-        return _name(text)
+        return name(text)
     path = Path(text)
-    return f"{path.parent}/{_name(path.name)}"
+    return f"{path.parent}/{name(path.name)}"
 
 
-def _count(text: str) -> int:
+def count(text: str) -> int:
     """Parse a number of lines."""
     if not re.fullmatch("[0-9]{1,9}", text):
         raise argparse.ArgumentTypeError(f"{shown(text)} is not a number of lines")
     return int(text)
 
 
-def _port(text: str) -> int:
+def port(text: str) -> int:
     """Parse a TCP port."""
     if not re.fullmatch("[0-9]{1,5}", text) or int(text) > 65535:
         raise argparse.ArgumentTypeError(f"{shown(text)} is not a port")
     return int(text)
 
 
-def _pattern(text: str) -> re.Pattern[str]:
+def pattern(text: str) -> re.Pattern[str]:
     """Compile a regular expression."""
     try:
         return re.compile(text)
@@ -343,7 +224,7 @@ def _pattern(text: str) -> re.Pattern[str]:
         raise argparse.ArgumentTypeError(f"{shown(text)} is not a regular expression: {error}") from None
 
 
-def _duration(text: str) -> float:
+def duration(text: str) -> float:
     """Parse a duration, in seconds."""
     try:
         return float(LONG.parse(text))
@@ -351,7 +232,7 @@ def _duration(text: str) -> float:
         raise argparse.ArgumentTypeError(f"{shown(text)} is not {error}") from None
 
 
-def _folder(text: str) -> Path:
+def folder(text: str) -> Path:
     """Check the folder of `--runs`, which may not exist yet."""
     try:
         if not text or not stat.S_ISDIR(os.stat(text).st_mode):

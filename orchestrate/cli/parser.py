@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import re
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NoReturn
 
 from orchestrate.errors import UsageError
 from orchestrate.job.spec import FIELDS
@@ -64,9 +64,6 @@ class Parser(argparse.ArgumentParser):
         (subparsers,) = (action for action in self._actions if isinstance(action, argparse._SubParsersAction))
         parser: Parser = subparsers.choices[command]
         return parser
-
-
-Subparsers: TypeAlias = "argparse._SubParsersAction[Parser]"
 
 
 def suggestion(word: str, known: list[str], prog: str) -> str:

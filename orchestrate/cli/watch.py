@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
 from orchestrate import console
+from orchestrate.cli.options import quiet
 from orchestrate.console import print_message, stream
 from orchestrate.errors import UsageError
 from orchestrate.files.paths import JobPaths
@@ -59,11 +60,6 @@ class JsonScreen(Folded):
             metrics = {name: value for name, value in found.metrics.items() if math.isfinite(value)}
             row = {"step": found.step, "total_steps": found.total, "seconds_left": left, "metrics": metrics}
             stream(json.dumps({"progress": row, "time": round(time.time(), 3)}))
-
-
-def quiet(args: argparse.Namespace) -> bool:
-    """Whether only warnings and the result are printed."""
-    return bool(args.quiet) or args.progress == "quiet"
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 
 import pytest
 from support.engines import Engine
@@ -296,7 +297,7 @@ def test_if_one_node_cannot_start_the_others_must_be_removed_and_the_reason_repo
     command = ["run", "--engine", "docker", "--gpus", "none", "--trainers", "2", "--", "count.py", "1"]
     try:
         done = subprocess.run(
-            ["python", "-c", f"{known}sys.exit(main({command!r}))"],
+            [sys.executable, "-c", f"{known}sys.exit(main({command!r}))"],
             cwd=cli.folder,
             env=cli.env,
             capture_output=True,

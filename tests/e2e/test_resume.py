@@ -90,7 +90,7 @@ def test_a_job_that_has_succeeded_must_not_be_resumed(failed):
 def test_a_job_that_another_process_has_resumed_meanwhile_must_not_be_resumed(failed):
     """For example, while the image was built."""
     (failed.folder / "train.py").write_text("")
-    late = "from orchestrate.cli import main, resume; import subprocess, sys; "
+    late = "from orchestrate.cli import main; from orchestrate.cli.commands import resume; import subprocess, sys; "
     late += "prepare = resume.launch.check_script; command = [sys.executable, '-m', 'orchestrate', 'resume']; "
     late += "resume.launch.check_script = lambda spec: (subprocess.run(command, check=True), prepare(spec)); "
     late += "sys.exit(main.main(['resume']))"
@@ -129,7 +129,7 @@ def test_a_resumed_job_must_go_on_if_its_orchestrator_is_killed_early(failed):
     """As if it were killed after it had reopened the job, and before it started anything."""
     paths = JobPaths(failed.run_dir())
     report = json.loads(paths.report.read_text())
-    held = "from orchestrate.cli import main, resume; import os, sys; "
+    held = "from orchestrate.cli import main; from orchestrate.cli.commands import resume; import os, sys; "
     held += "resume.launch.supervise = lambda *_: os._exit(9); sys.exit(main.main(['resume']))"
     done = subprocess.run(
         [sys.executable, "-c", held], cwd=failed.folder, env=failed.env, capture_output=True, text=True

@@ -15,7 +15,8 @@ from support.repo import ROOT
 from support.scripted import ALL_WELL
 from support.waiting import eventually
 
-from orchestrate.cli import attach, commands
+from orchestrate.cli import signals, waiting
+from orchestrate.cli.commands import attach, wait
 from orchestrate.cli.main import main
 from orchestrate.doctor import checks
 from orchestrate.engines import choice
@@ -148,7 +149,7 @@ def test_wait_must_not_miss_an_end_between_two_checks(do, paths, monkeypatch):
 
 
 def test_wait_must_wait_for_the_end(do, paths, monkeypatch):
-    monkeypatch.setattr(commands, "time", Meanwhile(lambda: end(paths, "failed")))
+    monkeypatch.setattr(wait, "time", Meanwhile(lambda: end(paths, "failed")))
     with supervised(paths.root):
         assert do("wait", "a-1") == (1, [], [])
 
@@ -183,7 +184,7 @@ def test_logs_must_follow_only_on_request_and_only_until_the_job_ends(do, paths,
                 file.write("o\nthree\n")
             end(paths)
 
-        monkeypatch.setattr(commands, "time", Meanwhile(more))
+        monkeypatch.setattr(waiting, "time", Meanwhile(more))
         assert do("logs", "a-1", "--rank", "0", "-f")[1] == ["one", "two", "three"]
 
 
@@ -347,7 +348,7 @@ def next_line(capsys) -> str:
 
 
 def test_each_ctrl_c_and_sigterm_must_count_but_not_a_lost_terminal(capsys):
-    count = commands.count_signals(JobSpec(grace=7.0))
+    count = signals.count(JobSpec(grace=7.0))
     assert count() == 0
     signal.raise_signal(signal.SIGHUP)
     assert (count(), capsys.readouterr().err) == (0, "")
@@ -363,7 +364,7 @@ def test_ctrl_c_must_detach_from_a_job_and_say_that_it_continues(do, paths, monk
     def interrupt() -> None:
         raise KeyboardInterrupt
 
-    for module in (attach, commands):
+    for module in (attach, wait, waiting):
         monkeypatch.setattr(module, "time", Meanwhile(interrupt))
     with supervised(paths.root):
         code, _, err = do(*arguments)

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from orchestrate import __version__, errors
-from orchestrate.cli import commands
+from orchestrate.cli import result
 from orchestrate.cli.main import main
 from orchestrate.cli.options import EXITS
 from orchestrate.errors import EngineError, ResourceError, UsageError
@@ -66,6 +66,6 @@ def test_the_exit_codes_must_match_the_help():
     codes |= {errors.TIMED_OUT: "time limit", errors.INTERRUPTED: "stopped by the user"}
     assert all(f" {code}  " in EXITS.replace("\n", "  ") and meaning in EXITS for code, meaning in codes.items())
     found = {"succeeded": 0, "failed": 1, "lost": 5}
-    assert {word: commands.exit_code({"outcome": word, "reason": ""}) for word in found} == found
-    assert commands.exit_code({"outcome": "stopped", "reason": BY_USER}) == 130
-    assert commands.exit_code({"outcome": "stopped", "reason": BY_MAX_RUN}) == 124
+    assert {word: result.exit_code({"outcome": word, "reason": ""}) for word in found} == found
+    assert result.exit_code({"outcome": "stopped", "reason": BY_USER}) == 130
+    assert result.exit_code({"outcome": "stopped", "reason": BY_MAX_RUN}) == 124

@@ -88,7 +88,7 @@ def test_a_link_must_not_be_followed(paths, tmp_path):
 
 
 def test_a_job_that_has_ended_or_reports_nothing_must_be_an_error(do, paths, monkeypatch):
-    monkeypatch.setattr("orchestrate.cli.top.TIMEOUT", -1.0)
+    monkeypatch.setattr("orchestrate.cli.commands.top.TIMEOUT", -1.0)
     with supervised(paths.root):
         code, _, messages = do("top", "a-1")
     assert code == 1 and messages[0] == "error: the supervisor of a-1 does not report what its workers use"

@@ -17,7 +17,7 @@ import pytest
 from support.messages import message
 from support.plans import HERE, Site
 
-from orchestrate.cli import commands
+from orchestrate.cli.commands.doctor import examine
 from orchestrate.doctor import checks, findings
 from orchestrate.engines import check_cache
 from orchestrate.engines.base import JobState
@@ -287,7 +287,7 @@ def found(monkeypatch):
         monkeypatch.setattr(checks, "Daemon", lambda: Engine(**info))
         monkeypatch.setattr(checks, "has_image", lambda daemon, name: image)
         monkeypatch.setattr(checks, "SwarmEngine", swarm)
-        code = commands.doctor(JobSpec(image="mine:1"))
+        code = examine(JobSpec(image="mine:1"))
         return capsys.readouterr().out.splitlines(), code
 
     return look
@@ -320,7 +320,7 @@ def test_an_engine_that_does_not_answer_must_be_an_error(monkeypatch, capsys):
         raise EngineError("no Docker Engine answers", "start Docker")
 
     monkeypatch.setattr(checks, "Daemon", refuse)
-    assert commands.doctor(JobSpec()) == 3
+    assert examine(JobSpec()) == 3
     first, second, third, fourth = capsys.readouterr().out.splitlines()
     assert (first, second) == ("error    no Docker Engine answers", "         hint: start Docker")
     assert third.startswith("ok       local processes: torch ")
@@ -335,7 +335,7 @@ def test_requirements_of_local_processes_must_be_checked_with_engine_process(mon
         return f"2.0 of {name}"
 
     monkeypatch.setattr(findings.metadata, "version", version)
-    assert commands.doctor(JobSpec(engine="process")) == 0
+    assert examine(JobSpec(engine="process")) == 0
     python = sys.executable
     assert capsys.readouterr().out.splitlines()[:-1] == (
         [f"ok       local processes: torch 2.0 of torch in {python}"]
@@ -365,7 +365,7 @@ def test_a_swarm_must_be_checked_if_there_is_one(found, capsys, port):
 def test_the_gpus_of_this_machine_must_be_listed_with_their_problems(own, capsys):
     idle = dataclasses.replace(OWN, id="GPU-2", used=100 << 30, persistent=False)
     own(OWN, idle, useless="torch 2.15.0: The NVIDIA driver on your system is too old")
-    assert commands.doctor(JobSpec(engine="process")) == 0
+    assert examine(JobSpec(engine="process")) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[1:3] == [
         "ok       GPU-1: NVIDIA H200, 141 GiB, driver 580.95.05",
@@ -377,7 +377,7 @@ def test_the_gpus_of_this_machine_must_be_listed_with_their_problems(own, capsys
 
 def test_a_driver_library_mismatch_must_be_a_warning(own, capsys):
     own(why="nvidia-smi: Failed to initialize NVML: Driver/library version mismatch")
-    commands.doctor(JobSpec(engine="process"))
+    examine(JobSpec(engine="process"))
     last = capsys.readouterr().out.splitlines()[-1]
     assert last == "warning  nvidia-smi: Failed to initialize NVML: Driver/library version mismatch"
 

@@ -8,7 +8,7 @@ from typing import cast
 
 import pytest
 
-from orchestrate.cli import commands
+from orchestrate.cli import removal
 from orchestrate.engines import base
 from orchestrate.engines.base import JobState
 from orchestrate.engines.process import ProcessEngine
@@ -113,4 +113,4 @@ class Others:
 def test_only_the_owner_of_a_job_may_touch_it(monkeypatch, user, owner, may):
     monkeypatch.setattr(os, "getuid", lambda: user)
     with contextlib.nullcontext() if may else pytest.raises(UsageError, match=f"a-1 belongs to user {owner}"):
-        assert commands._resources([cast(base.Engine, Others(owner))], "a-1")
+        assert removal.resources([cast(base.Engine, Others(owner))], "a-1")

@@ -7,6 +7,7 @@ import socket
 import stat
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.commanded import NOT_OURS, Commands, create, end, runs_elsewhere, supervised
@@ -287,10 +288,10 @@ def test_a_file_must_stay_valid_if_its_next_version_cannot_be_written(run, kept,
     path = run / "report.json"
     records.write(path, "old")
 
-    def full(path: Path | str, *_: object) -> None:
+    def full(path: Path | str, *more: Any) -> None:
         if path == run / "report.json":
             raise OSError(28, "No space left on device")
-        write_whole(path, *_)
+        write_whole(path, *more)
 
     write_whole = records.write_whole
     monkeypatch.setattr(records, "write_whole", full)

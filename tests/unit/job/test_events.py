@@ -17,10 +17,8 @@ from orchestrate.job.recorder import Recorder, objects
 
 
 @pytest.fixture
-def clock(monkeypatch):
-    fake = Clock()
-    monkeypatch.setattr("orchestrate.job.recorder.time", fake)
-    return fake
+def clock():
+    return Clock()
 
 
 @pytest.fixture
@@ -35,7 +33,7 @@ def kept(path) -> list[dict]:
 
 def test_an_event_must_be_written_kept_in_memory_and_shown_at_once(path, clock):
     shown = []
-    emit = Recorder(path, shown.append)
+    emit = Recorder(path, shown.append, clock=clock)
     clock.sleep(1.5)
     emit(events.HangFound({0: "S"}, 20.0))
     first = {"event": "hang_found", "time": 1_000_001.5, "seconds": 1.5, "after": 20.0, "states": {"0": "S"}}
@@ -47,13 +45,13 @@ def test_an_event_must_be_written_kept_in_memory_and_shown_at_once(path, clock):
 
 
 def test_a_second_recorder_must_continue_the_elapsed_seconds_of_the_job(path, clock):
-    first = Recorder(path)
+    first = Recorder(path, clock=clock)
     first(events.EngineBack())
     clock.sleep(10)
     first(events.NodesDown())
     first.close()
     clock.sleep(60)
-    second = Recorder(path)
+    second = Recorder(path, clock=clock)
     clock.sleep(5)
     second(events.NodeBack())
     second.close()
@@ -63,7 +61,7 @@ def test_a_second_recorder_must_continue_the_elapsed_seconds_of_the_job(path, cl
 
 def test_a_clock_that_was_set_back_must_not_give_negative_seconds(path, clock):
     path.write_text(json.dumps({"event": "engine_back", "time": clock.now + 3600, "seconds": 0.0}) + "\n")
-    assert Recorder(path).seconds() == 0.0
+    assert Recorder(path, clock=clock).seconds() == 0.0
 
 
 def test_a_partial_line_of_a_killed_process_must_not_corrupt_the_next_event(path):

@@ -14,7 +14,7 @@ import pytest
 from support.commanded import create, end, runs_elsewhere, supervised
 from support.pairs import pairs
 
-from orchestrate.cli.options import JOB_COMMANDS
+from orchestrate.cli import table
 from orchestrate.errors import UsageError
 from orchestrate.files.paths import JobPaths
 from orchestrate.job import owners, users
@@ -22,6 +22,7 @@ from orchestrate.job.spec import JobSpec
 from orchestrate.job.store import load
 
 ROOT = os.geteuid() == 0
+JOB_COMMANDS = [name for name, command in table.COMMANDS.items() if command.job]
 
 
 def linked(path: Path) -> None:
@@ -53,7 +54,7 @@ FORGED: dict[Callable[[Path], None], str] = {
 
 
 @pytest.mark.parametrize("found", ["by its folder", "by its nodes"])
-@pytest.mark.parametrize(("command", "forge"), pairs([*JOB_COMMANDS], [*FORGED]))
+@pytest.mark.parametrize(("command", "forge"), pairs(JOB_COMMANDS, [*FORGED]))
 def test_no_command_must_act_on_a_run_directory_that_is_not_ours(
     do, paths, command: str, forge: Callable[[Path], None], found: str
 ):

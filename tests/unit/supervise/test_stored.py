@@ -62,7 +62,7 @@ def test_a_job_whose_nodes_may_still_write_must_not_be_copied_as_complete(tmp_pa
     assert not list((tmp_path / "output").glob("*"))
 
 
-@pytest.mark.parametrize("key", ["checkpoints", "output"])
-def test_each_store_of_a_job_must_answer_before_it_starts(rclone, key):
+@pytest.mark.parametrize("spec", [JobSpec(checkpoints="s3://nowhere/x"), JobSpec(output="s3://nowhere/x")])
+def test_each_store_of_a_job_must_answer_before_it_starts(rclone, spec):
     with pytest.raises(StorageError, match="s3://nowhere/x: the bucket does not exist"):
-        prepare(JobSpec(**{key: "s3://nowhere/x"}))
+        prepare(spec)

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from orchestrate import errors
-from orchestrate.cli import commands
+from orchestrate.cli import find, options, waiting
+from orchestrate.cli.parser import Parser
 from orchestrate.console import out, print_message
 from orchestrate.files import records
 from orchestrate.job import events, report, store
@@ -19,13 +20,20 @@ MAX_VALUE = 100  # characters of a value
 LEFT_OUT = ("time", "seconds", "version", "states", "use", "known", "exchanged", "hosts")
 
 
-def show_events(args: argparse.Namespace) -> int:
+def add_arguments(parser: Parser) -> None:
+    """Add the arguments of `events`."""
+    options.add_job_name(parser, latest=True)
+    options.add_runs(parser)
+    options.add_follow(parser)
+
+
+def run(args: argparse.Namespace) -> int:
     """Print the events of a job, one per line; with `--follow`, until it ends."""
-    paths, shown = commands.paths_of(args), 0
+    paths, shown = find.paths_of(args), 0
     if not records.find(paths.root):
         print_message(f"warning: {args.shown / paths.root.name} is a copy, whose events may have been changed")
-    with commands.watching(paths.root.name):
-        for _ in commands.rounds(args, paths):
+    with waiting.detaching(paths.root.name):
+        for _ in waiting.rounds(args, paths):
             found = store.history(paths)
             for event in found[shown:]:
                 out(_line(event))

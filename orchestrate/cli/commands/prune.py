@@ -10,8 +10,10 @@ from functools import partial
 from pathlib import Path
 
 from orchestrate import errors
+from orchestrate.cli import options
 from orchestrate.cli.find import job_folders
 from orchestrate.cli.listing import ended_at
+from orchestrate.cli.parser import Parser
 from orchestrate.console import out, print_message
 from orchestrate.files import private, records
 from orchestrate.files.paths import JobPaths
@@ -22,7 +24,24 @@ from orchestrate.job.plan import pluralize
 CACHES = ("data", "environments", "sources")
 
 
-def prune(args: argparse.Namespace) -> int:
+def add_arguments(parser: Parser) -> None:
+    """Add the arguments of `prune`."""
+    parser.description = (
+        "Remove the run directories of jobs that ended long ago, and caches of packages, data and sources."
+    )
+    parser.add_argument(
+        "--older-than",
+        type=options.duration,
+        default="30d",
+        metavar="DURATION",
+        help="time since their end (default: 30d)",
+    )
+    parser.add_argument("--caches", action="store_true", help="also remove the caches, which jobs fill again")
+    options.add_dry_run(parser)
+    options.add_runs(parser)
+
+
+def run(args: argparse.Namespace) -> int:
     """Remove run directories of jobs that ended long ago, and with `--caches` the caches; print what is removed."""
     count = size = 0
     for folder, remove in [*_jobs(args), *(_caches() if args.caches else ())]:

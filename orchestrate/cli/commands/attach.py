@@ -6,8 +6,9 @@ import argparse
 import signal
 import time
 
-from orchestrate.cli import commands, watch
+from orchestrate.cli import find, options, result, signals, waiting, watch
 from orchestrate.cli.follow import Following
+from orchestrate.cli.parser import Parser
 from orchestrate.console import print_message, progress
 from orchestrate.files import lock
 from orchestrate.files.paths import JobPaths
@@ -20,24 +21,31 @@ INTERVAL = 0.1  # seconds between two reads of the logs
 KEYS = "Ctrl-C detaches; the job continues"
 
 
-def attach(args: argparse.Namespace) -> int:
+def add_arguments(parser: Parser) -> None:
+    """Add the arguments of `attach`."""
+    options.add_job_name(parser, latest=True)
+    options.add_runs(parser)
+    options.add_stdout_options(parser)
+
+
+def run(args: argparse.Namespace) -> int:
     """Follow a job until it ends, supervise it if it has no supervisor, and print the report."""
-    paths = commands.paths_of(args)
+    paths = find.paths_of(args)
     spec, plan = store.load(paths)
     follower = launch.rest(paths, spec, plan)
     watch.style_of(args, plan)  # its options may be wrong
     while not (data := store.ended(paths)):
         if supervisor := lock.holder(paths):
-            if not watch.quiet(args):
+            if not options.quiet(args):
                 print_message(f"following {paths.root.name}, supervised by {supervisor} (Ctrl-C detaches)")
             _follow(args, paths, spec, follower)
             continue
         if store.ended(paths):
             continue
         stores.check(spec)  # before this process is responsible for the job
-        if not watch.quiet(args):
+        if not options.quiet(args):
             print_message(f"supervising {paths.root.name}")
-        engine, stops = commands.engine_of(spec, plan), commands.count_signals(spec)
+        engine, stops = find.engine_of(spec, plan), signals.count(spec)
         try:
             with watch.shown(args, plan, paths) as shown:
                 data = launch.supervise(paths, engine, stops, shown, follower)
@@ -47,13 +55,13 @@ def attach(args: argparse.Namespace) -> int:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             signal.signal(signal.SIGHUP, signal.SIG_DFL)
     assert data
-    return commands.end(args, paths.root.name, data)
+    return result.show(args, paths.root.name, data)
 
 
 def _follow(args: argparse.Namespace, paths: JobPaths, spec: JobSpec, follower: Follower) -> None:
     """Show a job until it ends or has no supervisor anymore."""
     plan, running = store.load(paths)[1], True
-    with watch.shown(args, plan, paths, KEYS) as shown, commands.watching(paths.root.name):
+    with watch.shown(args, plan, paths, KEYS) as shown, waiting.detaching(paths.root.name):
         following = Following(paths, spec, follower, shown.screen, shown.style)
         while running:
             running = following.running

@@ -7,7 +7,8 @@ import dataclasses
 import os
 import secrets
 
-from orchestrate.cli import commands, watch
+from orchestrate.cli import find, options, result, signals, watch
+from orchestrate.cli.parser import Parser
 from orchestrate.console import print_message
 from orchestrate.engines.ports import port
 from orchestrate.errors import UsageError
@@ -22,12 +23,19 @@ from orchestrate.job.spec import JobSpec
 from orchestrate.supervise import launch, stores
 
 
-def resume(args: argparse.Namespace) -> int:
+def add_arguments(parser: Parser) -> None:
+    """Add the arguments of `resume`."""
+    options.add_job_name(parser, latest=True)
+    options.add_runs(parser)
+    options.add_stdout_options(parser)
+
+
+def run(args: argparse.Namespace) -> int:
     """Continue a job that was stopped, failed or was lost, and return its exit code.
 
     Its image and GPUs are checked again, and its code folder is copied again, except for files that workers wrote.
     """
-    paths = commands.paths_of(args)
+    paths = find.paths_of(args)
     _check(paths)
     spec, last = store.load(paths)
     try:
@@ -39,7 +47,7 @@ def resume(args: argparse.Namespace) -> int:
     watch.style_of(args, last)  # its options may be wrong
     launch.check_script(spec)
     stores.prepare(spec)
-    engine, name = commands.engine_of(spec, last), paths.root.name
+    engine, name = find.engine_of(spec, last), paths.root.name
     engine.prepare(spec, paths.shared)
     inventory, placement = engine.inventory(spec, paths.shared, run_image=True)
     placement = dataclasses.replace(placement, revision=source.revision(code_folder(spec.command))())
@@ -60,13 +68,13 @@ def resume(args: argparse.Namespace) -> int:
     except BlockingIOError:
         _check(paths)
         raise
-    if not watch.quiet(args):
+    if not options.quiet(args):
         print_message(str(wanted))
     follower = launch.rest(paths, spec, wanted, last=0)
-    stops = commands.count_signals(spec)
+    stops = signals.count(spec)
     with watch.shown(args, wanted, paths) as shown:
         data = launch.supervise(paths, engine, stops, shown, follower)
-    return commands.end(args, name, data)
+    return result.show(args, name, data)
 
 
 def _check_user(spec: JobSpec, last: Plan, paths: JobPaths) -> None:

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from orchestrate import console, errors
-from orchestrate.cli import commands
+from orchestrate.cli import find, options, waiting
+from orchestrate.cli.parser import Parser
 from orchestrate.errors import OrchestrateError, UsageError
 from orchestrate.files import lock
 from orchestrate.files.paths import JobPaths
@@ -19,15 +20,23 @@ from orchestrate.job import gpus, store, usage
 if TYPE_CHECKING:
     from orchestrate.view.top import Top
 
+
 INTERVAL = 1.0  # seconds between two samples
 TIMEOUT = 15.0  # seconds to wait for the first two
 
 
-def top(args: argparse.Namespace) -> int:
+def add_arguments(parser: Parser) -> None:
+    """Add the arguments of `top`."""
+    options.add_job_name(parser, latest=True)
+    options.add_runs(parser)
+    parser.add_argument("--once", action="store_true", help="print the table once, and exit")
+
+
+def run(args: argparse.Namespace) -> int:
     """Show CPU, memory and GPU use of each worker until the job ends; without a terminal, once."""
     from orchestrate.view.top import Top, full_screen  # only here: it imports rich
 
-    paths = commands.paths_of(args)
+    paths = find.paths_of(args)
     spec, plan = store.load(paths)
     if store.ended(paths):
         raise UsageError(f"{paths.root.name} has ended", f"python -m orchestrate report {paths.root.name}")
@@ -50,7 +59,7 @@ def samples(paths: JobPaths, state: Top) -> Iterator[int]:
     count, deadline, has_gpus = 0, time.monotonic() + TIMEOUT, bool(state.plan.gpus)
     while not store.ended(paths):
         if not lock.holder(paths) and not store.ended(paths):
-            commands.unsupervised(paths)
+            waiting.unsupervised(paths)
         usage.ask(paths)
         written, found = usage.read(paths)
         if written > state.last[0] and found:

@@ -5,21 +5,31 @@ from __future__ import annotations
 import argparse
 
 from orchestrate import errors
-from orchestrate.cli import commands
+from orchestrate.cli import find, options
 from orchestrate.cli.find import resolve_runs
+from orchestrate.cli.parser import Parser
 from orchestrate.console import out
 from orchestrate.files.paths import PAGE
 
 
-def write_report(args: argparse.Namespace) -> int:
+def add_arguments(parser: Parser) -> None:
+    """Add the arguments of `report`."""
+    options.add_job_name(parser, latest=True)
+    options.add_runs(parser)
+    parser.add_argument(
+        "others", nargs="*", type=options.job, metavar="OTHER", help="jobs to compare it with, in RUNS/report.html"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
     """Write the page of a job to its run directory, or a comparison of several jobs next to it; print its path."""
     from orchestrate.pages.page import write  # only here: it takes time to import
 
-    jobs = [commands.paths_of(args)]
+    jobs = [find.paths_of(args)]
     for name in args.others:
         other = argparse.Namespace(**vars(args) | {"job": name, "runs": args.shown})
         resolve_runs(other)
-        jobs.append(commands.paths_of(other))
+        jobs.append(find.paths_of(other))
     jobs = [*{paths.root: paths for paths in jobs}.values()]
     page = jobs[0].page if len(jobs) == 1 else args.runs / PAGE
     write(jobs, page)

@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from orchestrate import errors
-from orchestrate.cli import listing
+from orchestrate.cli import listing, options
 from orchestrate.cli.find import created_at
 from orchestrate.cli.follow import Following
+from orchestrate.cli.parser import Parser
 from orchestrate.console import flush, out, print_message
 from orchestrate.errors import OrchestrateError, ResourceError, UsageError
 from orchestrate.files import lock, records
@@ -33,6 +34,7 @@ from orchestrate.view.printer import Style
 
 if TYPE_CHECKING:
     from orchestrate.pages.curves import Curve
+
 
 log = logging.getLogger(__name__)
 
@@ -255,7 +257,16 @@ class Handler(BaseHTTPRequestHandler):
         """Print nothing for a request."""
 
 
-def serve(args: argparse.Namespace) -> int:
+def add_arguments(parser: Parser) -> None:
+    """Add the arguments of `serve`."""
+    parser.description = "Serve a web page on this machine that lists jobs, follows running ones, and shows reports."
+    parser.add_argument(
+        "--port", type=options.port, default=6007, metavar="PORT", help="default: 6007; 0 chooses a free one"
+    )
+    options.add_runs(parser)
+
+
+def run(args: argparse.Namespace) -> int:
     """Serve the pages until Ctrl-C."""
     try:
         server = Server(Site(args.runs, args.shown), args.port)

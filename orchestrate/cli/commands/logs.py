@@ -13,7 +13,8 @@ from functools import partial
 from typing import NamedTuple
 
 from orchestrate import console, errors
-from orchestrate.cli import commands, watch
+from orchestrate.cli import find, options, waiting, watch
+from orchestrate.cli.parser import Parser
 from orchestrate.console import print_message
 from orchestrate.errors import UsageError
 from orchestrate.files.paths import JobPaths
@@ -30,9 +31,28 @@ class Timed(NamedTuple):
     line: Line
 
 
-def show_logs(args: argparse.Namespace) -> int:
+def add_arguments(parser: Parser) -> None:
+    """Add the arguments of `logs`."""
+    options.add_job_name(parser, latest=True)
+    options.add_runs(parser)
+    options.add_ranks(parser)
+    parser.add_argument("--merge", action="store_true", help="sort the lines of all ranks by time")
+    parser.add_argument(
+        "--since", type=options.duration, metavar="DURATION", help="print only lines of the last 5m, for example"
+    )
+    parser.add_argument(
+        "--tail", type=options.count, metavar="N", help="print only the last N lines of each rank, and what follows"
+    )
+    parser.add_argument(
+        "--grep", type=options.pattern, metavar="REGEX", help="print only lines that match this regular expression"
+    )
+    parser.add_argument("--rank", type=int, metavar="N", help="print only the output of this rank, without prefixes")
+    options.add_follow(parser)
+
+
+def run(args: argparse.Namespace) -> int:
     """Print the output of workers: all of it, or what the options select; with `--follow`, until the job ends."""
-    paths = commands.paths_of(args)
+    paths = find.paths_of(args)
     spec, plan = store.look(paths)
     if args.rank is not None:
         args.ranks = str(args.rank)
@@ -41,8 +61,8 @@ def show_logs(args: argparse.Namespace) -> int:
     printer, show = Printer(plan, style), partial(console.out, colored=True)
     followers = [Follower(paths, [rank], hide=spec.mask(), colors=style.colors) for rank in sorted(wanted)]
     times, tail = _times(args, paths), args.tail
-    with commands.watching(paths.root.name):
-        for running in commands.rounds(args, paths):
+    with waiting.detaching(paths.root.name):
+        for running in waiting.rounds(args, paths):
             streams = [_selected(follower, args, times, end=not running) for follower in followers]
             if tail is not None:
                 streams = [iter(deque(stream, maxlen=tail)) for stream in streams]
@@ -52,7 +72,7 @@ def show_logs(args: argparse.Namespace) -> int:
             if running:
                 console.progress(printer.bar({r: bar for f in followers for r, bar in f.bars().items()}), show)
     if args.follow and not store.ended(paths):
-        commands.unsupervised(paths)
+        waiting.unsupervised(paths)
     elif all(follower.silent for follower in followers):
         print_message(f"no output of {'any rank' if args.rank is None else f'rank {args.rank}'}")
     return errors.SUCCEEDED

@@ -7,8 +7,9 @@ import json
 from typing import Any
 
 from orchestrate import console, errors
-from orchestrate.cli import listing
+from orchestrate.cli import listing, options
 from orchestrate.cli.listing import Listed
+from orchestrate.cli.parser import Parser
 from orchestrate.console import out
 from orchestrate.job.metrics import listed, strict
 
@@ -16,7 +17,14 @@ HEAD = ("NAME", "ENGINE", "NODES", "STATE")
 MAX_METRICS = 3  # shown for a job
 
 
-def ps(args: argparse.Namespace) -> int:
+def add_arguments(parser: Parser) -> None:
+    """Add the arguments of `ps`."""
+    parser.add_argument("-a", "--all", action="store_true", help="list also the jobs that have ended")
+    parser.add_argument("--json", action="store_true", help="print a list of objects as JSON")
+    options.add_runs(parser)
+
+
+def run(args: argparse.Namespace) -> int:
     """List clusters and running jobs; with `--all`, also the jobs that have ended."""
     rows = [*listing.current(args.runs)]
     if args.all:

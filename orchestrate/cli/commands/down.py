@@ -1,0 +1,64 @@
+"""`down`: the removal of a cluster."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import TYPE_CHECKING
+
+from orchestrate import errors
+from orchestrate.cli import cluster, find, options, removal
+from orchestrate.cli.parser import Parser
+from orchestrate.console import print_message
+from orchestrate.engines import choice
+from orchestrate.errors import UsageError
+
+if TYPE_CHECKING:
+    from orchestrate.engines.base import Engine
+
+
+def add_arguments(parser: Parser) -> None:
+    """Add the arguments of `down`."""
+    parser.description = "Remove a cluster's nodes and files, but not the files of its jobs."
+    parser.add_argument("cluster", type=options.name, metavar="CLUSTER", help="name or unique prefix")
+    options.add_dry_run(parser)
+    options.add_runs(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Remove a cluster."""
+    matches = [each for each in cluster.found(args.runs) if each.name.startswith(args.cluster)]
+    if not matches and (lost := _lost_nodes(args.cluster)):
+        return _remove_lost(args, lost)
+    if len(matches) != 1:
+        known = ", ".join(each.name for each in matches or cluster.found(args.runs))
+        what = f"{args.cluster} matches {len(matches)} clusters" if matches else f"no such cluster: {args.cluster}"
+        raise UsageError(what, f"clusters in {args.shown}: {known}" if known else f"no clusters in {args.shown}")
+    chosen = matches[0]
+    name, engine = chosen.name, find.engine_of(chosen.spec, chosen.plan)
+    resources = removal.resources([engine], name)
+    if args.dry_run:
+        return removal.show(resources, f"folder {chosen.paths.root}")
+    if user := chosen.user():
+        job = chosen.busy_with()
+        raise UsageError(f"{name} is in use by {user}", f"python -m orchestrate {f'stop {job}' if job else 'ps'}")
+    cluster.take_down(engine, chosen, grace=30)
+    print_message(f"{name} removed")
+    return errors.SUCCEEDED
+
+
+def _lost_nodes(name: str) -> list[tuple[Engine, str]]:
+    """Return the resources of a cluster whose files are gone, for example because its project was moved."""
+    engines = choice.available_engines()
+    states = [state for engine in engines for state in engine.jobs() if state.job_id == name]
+    lost = any(state.cluster and state.named and not os.path.lexists(state.paths.root) for state in states)
+    return removal.resources(engines, name) if lost else []
+
+
+def _remove_lost(args: argparse.Namespace, resources: list[tuple[Engine, str]]) -> int:
+    if args.dry_run:
+        return removal.show(resources)
+    for engine in {id(engine): engine for engine, _ in resources}.values():
+        engine.remove(args.cluster, grace=30)
+    print_message(f"{args.cluster} removed; its files were already gone")
+    return errors.SUCCEEDED

@@ -1,0 +1,55 @@
+"""`export`: a job as a file for Kubernetes, Slurm or Compose."""
+
+from __future__ import annotations
+
+import argparse
+
+from orchestrate import console, errors
+from orchestrate.cli import options, request
+from orchestrate.cli.parser import EXPORTS, Parser
+from orchestrate.engines import choice
+from orchestrate.errors import UsageError
+from orchestrate.job import store
+from orchestrate.job.strict_yaml import shown as quoted
+
+
+def add_arguments(parser: Parser) -> None:
+    """Add the arguments of `export`."""
+    parser.description = "Print the job as a file for Kubernetes, Slurm or Docker Compose."
+    parser.usage = f"%(prog)s kubernetes|slurm|compose [JOB.yaml] [options] {options.COMMAND}"
+    targets = parser.add_subparsers(
+        dest="target", metavar="|".join(EXPORTS), required=True, prog=parser.prog, parser_class=Parser
+    )
+    for (target, forms), name in zip(EXPORTS.items(), ("Kubernetes", "Slurm", "Docker Compose")):
+        command = targets.add_parser(
+            target,
+            help=f"--form {'|'.join(forms)}" if forms else "a Compose file",
+            description=f"Print the job as a file for {name}.",
+            usage=f"%(prog)s [JOB.yaml] [options] {options.COMMAND}",
+        )
+        command.add_argument(
+            "--form",
+            metavar="FORM",
+            help=f"kind of output: {', '.join(forms)} (default: {forms[0]})" if forms else argparse.SUPPRESS,
+        )
+        options.add_job_options(command)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print a job as a file for another system."""
+    with choice.sdk():
+        from orchestrate.export.compose import compose
+        from orchestrate.export.kubernetes import kubernetes
+        from orchestrate.export.slurm import slurm
+
+    forms = EXPORTS[args.target] or ("",)
+    form = args.form or forms[0]
+    if form not in forms:
+        hint = f"choose from {', '.join(forms)}" if forms[0] else "compose has no forms: remove --form"
+        raise UsageError(f"unknown form {quoted(form)}", hint)
+    spec = request.spec_of(args)
+    name = store.slug(spec)
+    write = {"kubernetes": kubernetes, "slurm": slurm}
+    text = write[args.target](spec, name, form) if args.target in write else compose(spec, name)
+    console.copy(text)
+    return errors.SUCCEEDED

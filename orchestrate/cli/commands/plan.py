@@ -1,0 +1,21 @@
+"""`plan`: the rank assignment of a job."""
+
+from __future__ import annotations
+
+import argparse
+
+from orchestrate.cli import options
+from orchestrate.cli.commands.run import start
+from orchestrate.cli.parser import Parser
+
+
+def add_arguments(parser: Parser) -> None:
+    """Add the arguments of `plan`."""
+    options.add_job_options(parser)
+    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+    options.add_runs(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the plan of a job, and create nothing."""
+    return start(args, dry=True)

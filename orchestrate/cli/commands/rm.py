@@ -1,0 +1,40 @@
+"""`rm`: the removal of a job that has ended."""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+from orchestrate import errors
+from orchestrate.cli import find, options, removal
+from orchestrate.cli.parser import Parser
+from orchestrate.console import print_message
+from orchestrate.errors import UsageError
+from orchestrate.files import lock, records
+from orchestrate.job import store
+
+
+def add_arguments(parser: Parser) -> None:
+    """Add the arguments of `rm`."""
+    options.add_job_name(parser, latest=False)
+    options.add_runs(parser)
+    options.add_dry_run(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Remove a job's files and resources; for a run directory without a record, only the files."""
+    paths, engines = find.anywhere(args)
+    name = paths.root.name
+    ours = not os.path.lexists(paths.root) or records.find(paths.root)
+    resources = removal.resources(engines, name) if ours else []
+    if supervisor := lock.holder(paths):
+        raise UsageError(f"{name} is running, supervised by {supervisor}", f"python -m orchestrate stop {name}")
+    if ours and paths.cluster:
+        raise UsageError(f"{name} may still be running on a cluster", f"python -m orchestrate stop {name}")
+    if args.dry_run:
+        return removal.show(resources, f"folder {paths.root}")
+    if ours:
+        removal.remove(paths, resources)
+    store.remove(paths)
+    print_message(f"{name} removed")
+    return errors.SUCCEEDED

@@ -1,0 +1,151 @@
+"""`run`: a job, from its request to its end."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
+
+from orchestrate import console, errors
+from orchestrate.cli import cluster, options, request, result, signals, watch
+from orchestrate.cli.arguments import flags
+from orchestrate.cli.commands import resume
+from orchestrate.cli.parser import Parser
+from orchestrate.console import out, print_message
+from orchestrate.engines import choice
+from orchestrate.engines.ports import port
+from orchestrate.errors import UsageError
+from orchestrate.files import lock
+from orchestrate.files.paths import PACKAGE, STDIN, JobPaths, code_folder
+from orchestrate.job import preload, source, store
+from orchestrate.job.plan import Inventory, Placement, plan
+from orchestrate.job.spec import JobSpec
+from orchestrate.supervise import launch, stores
+
+if TYPE_CHECKING:
+    from orchestrate.engines.base import Engine
+
+
+def add_arguments(parser: Parser) -> None:
+    """Add the arguments of `run`."""
+    options.add_job_options(parser)
+    parser.add_argument("--dry-run", action="store_true", help="print the plan without creating anything")
+    options.add_stdout_options(parser)
+    parser.add_argument(
+        "--resume", type=options.job, dest="job", metavar="JOB", help="continue this job, as `resume` does"
+    )
+    parser.add_argument("--detach", action="store_true", help="run in the background, and print the run directory")
+    options.add_runs(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run a job until it ends, in this process or in the background; return its exit code."""
+    if args.job:
+        if args.script is not None or args.file or args.set or flags(args):
+            raise UsageError("--resume uses the script and the settings of the job", "remove all other options")
+        return resume.run(args)
+    return start(args, dry=args.dry_run)
+
+
+def start(args: argparse.Namespace, dry: bool) -> int:
+    """Plan a job, and run it unless `dry`, which prints the plan and creates nothing; return the exit code."""
+    spec = request.spec_of(args)
+    preload.start(spec, code_folder(spec.command))  # while the engine's modules are imported
+    revision = source.revision(code_folder(spec.command))
+    engine = choice.select_engine(spec)
+    job_id = store.new_id(spec)
+    paths = JobPaths(args.runs / job_id)
+    if not dry:
+        stores.prepare(spec)
+        engine.prepare(spec, paths.shared)
+    inventory, own = engine.inventory(spec, paths.shared, run_image=not dry)
+    own = dataclasses.replace(own, revision=revision())
+    stdin = _read_stdin() if spec.stdin and not dry else None
+    placement = _placement(spec, inventory, own, job_id, paths.root.parent, engine)
+    if placement is own and not dry:
+        cluster.remove_kept(engine, args.runs)
+        placement = cluster.keep(engine, spec, args.runs, own, job_id) if spec.keep else own
+    job_plan = plan(spec, inventory, placement, job_id, port(placement.network, 0))
+    if dry:
+        out(job_plan.to_json() if getattr(args, "json", False) else job_plan)
+        return errors.SUCCEEDED
+    watch.style_of(args, job_plan)  # before there is a job: its options may be wrong
+    stops = signals.count(spec) if not args.detach else lambda: 0
+    store.create(spec, job_plan, paths)
+    store.keep_changes(spec, job_plan, paths)
+    if stdin:
+        _write_stdin(stdin, paths)
+    if not options.quiet(args):
+        print_message(str(job_plan))
+    if args.detach:
+        _detach(paths, args.shown)
+        return errors.SUCCEEDED
+    with watch.shown(args, job_plan, paths) as shown:
+        data = launch.supervise(paths, engine, stops, shown)
+    return result.show(args, job_id, data)
+
+
+@console.during("reading standard input")
+def _read_stdin() -> IO[bytes]:
+    """Read our standard input to its end, into a temporary file: a job exists only once it is complete."""
+    if sys.stdin is None:
+        raise UsageError("standard input is closed", "remove --stdin, or use < FILE")
+    file = tempfile.TemporaryFile()  # noqa: SIM115 (`_write_stdin` closes it)
+    shutil.copyfileobj(sys.stdin.buffer, file)
+    file.seek(0)
+    return file
+
+
+def _write_stdin(content: IO[bytes], paths: JobPaths) -> None:
+    """Write what rank 0 reads to the job folder, before workers start; raises OSError."""
+    with paths.folder.opened() as folder:
+        descriptor = os.open(STDIN, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644, dir_fd=folder)
+    with content, os.fdopen(descriptor, "wb") as file:
+        os.fchmod(descriptor, 0o644)
+        shutil.copyfileobj(content, file)
+
+
+def _placement(
+    spec: JobSpec, inventory: Inventory, own: Placement, job_id: str, runs: Path, engine: Engine
+) -> Placement:
+    """Return the job's placement on the first cluster that fits, otherwise `own`; print why clusters do not fit."""
+    for candidate in cluster.found(runs):
+        placement = candidate.placement(own, job_id)
+        reasons = candidate.differences(spec, plan(spec, inventory, placement, job_id, 0))
+        if not reasons:
+            return placement
+        if candidate.plan.placement.keep and not candidate.user():
+            continue  # removed if the job needs its memory
+        print_message(f"not using {candidate.name}: {'; '.join(reasons)}")
+    for other in cluster.elsewhere(engine, runs):
+        if other.plan.placement.code == own.code:
+            print_message(f"not using {other.name}: its jobs are in another folder (--runs {other.paths.root.parent})")
+    return own
+
+
+def _detach(paths: JobPaths, runs: Path) -> None:
+    """Start a supervisor in the background, and return once it has the job; prints the run directory as in `runs`."""
+    run = runs / paths.root.name
+    safe = ["-I"] if sys.flags.isolated else ["-P"] if getattr(sys.flags, "safe_path", False) else []
+    command = [sys.executable, *safe, "-m", "orchestrate", "attach", run.name, "--runs", str(paths.root.parent)]
+    with open(paths.supervisor_log, "w", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
+        child = subprocess.Popen(
+            command,
+            cwd=PACKAGE.parent,  # `-m` searches the current folder first, which may have another orchestrate.py
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    while not lock.holder(paths) and not store.ended(paths) and child.poll() is None:
+        time.sleep(0.02)
+    child.returncode = child.returncode or 0  # avoids a ResourceWarning: it outlives this process
+    print_message(f"hint: python -m orchestrate attach {run.name} follows it; supervisor log: {run / 'supervisor.log'}")
+    out(run)

@@ -1,0 +1,95 @@
+"""`stop`: the end of a job, also of one without a supervisor."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from typing import TYPE_CHECKING
+
+from orchestrate import errors
+from orchestrate.cli import find, options, removal, signals
+from orchestrate.cli.parser import Parser
+from orchestrate.console import print_message
+from orchestrate.errors import OrchestrateError
+from orchestrate.files import lock, records
+from orchestrate.files.paths import JobPaths
+from orchestrate.job import store
+from orchestrate.supervise import launch
+from orchestrate.view.screen import Shown
+
+if TYPE_CHECKING:
+    from orchestrate.engines.base import Engine
+
+
+MAX_STOP_ATTEMPTS = 20  # attempts, 0.1 s apart, to verify the supervisor that holds a lock: it may be starting
+
+
+def add_arguments(parser: Parser) -> None:
+    """Add the arguments of `stop`."""
+    options.add_job_name(parser, latest=False)
+    options.add_runs(parser)
+    options.add_dry_run(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Stop a job, and verify that nothing of it is left."""
+    paths, engines = find.anywhere(args)
+    name = paths.root.name
+    if os.path.lexists(paths.root):
+        records.need(paths.root)
+    resources = removal.resources(engines, name)
+    if args.dry_run:
+        return removal.show(resources)
+    if store.ended(paths) and not resources and not lock.holder(paths):
+        print_message(f"{name} has already ended")
+        return errors.SUCCEEDED
+    _ask_to_stop(paths)
+    resources = removal.resources(engines, name)
+    if resources or not store.ended(paths):
+        print_message(f"{name} has no supervisor: removing its nodes")
+        _stop_unsupervised(paths, resources)
+    left = [resource for _, resource in removal.resources(engines, name)]
+    if left:
+        raise OrchestrateError(f"could not remove {', '.join(left)} of {name}", f"python -m orchestrate stop {name}")
+    print_message(f"{name} stopped")
+    return errors.SUCCEEDED
+
+
+def _ask_to_stop(paths: JobPaths) -> None:
+    """Ask a job's supervisor to stop it, and return once it has no supervisor."""
+    attempts = 0
+    while supervisor := lock.holder(paths):
+        print_message(f"asking the supervisor of {paths.root.name} to stop")
+        if not supervisor.ask_to_stop():  # it is just starting or exiting
+            attempts += 1
+            if attempts > MAX_STOP_ATTEMPTS:
+                raise OrchestrateError(
+                    f"{paths.lock} is locked by a process that cannot be verified as its supervisor",
+                    "run stop where the job was started: in the same container, as the same user",
+                )
+            time.sleep(0.1)
+            continue
+        while lock.holder(paths) == supervisor:
+            time.sleep(0.1)
+
+
+def _stop_unsupervised(paths: JobPaths, resources: list[tuple[Engine, str]]) -> None:
+    """Stop a job whose supervisor is gone, and write its report; remove its nodes if that fails.
+
+    Raises OrchestrateError if nodes still have files that cannot be copied to the run directory.
+    """
+    try:
+        spec, plan = store.load(paths)
+        engine = find.engine_of(spec, plan)
+        more = signals.count(spec)
+        follower = launch.rest(paths, spec, plan)
+        data = launch.supervise(paths, engine, lambda: 1 + more(), Shown(print_message), follower)
+    except (OrchestrateError, BlockingIOError):
+        return removal.remove(paths, resources)
+    if why := data["left_behind"]:
+        name = paths.root.name
+        hint = (
+            f"fix the problem and run stop again, or remove the job and all its files: python -m orchestrate rm {name}"
+        )
+        raise OrchestrateError(f"could not remove all nodes of {name}: {why}", hint)

@@ -1,0 +1,28 @@
+"""`wait`: until a job ends."""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+from orchestrate.cli import find, options, result, waiting
+from orchestrate.cli.parser import Parser
+from orchestrate.files import lock
+from orchestrate.job import store
+
+
+def add_arguments(parser: Parser) -> None:
+    """Add the arguments of `wait`."""
+    options.add_job_name(parser, latest=True)
+    options.add_runs(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Wait until a job ends, and return its exit code."""
+    paths = find.paths_of(args)
+    with waiting.detaching(paths.root.name):
+        while not (data := store.ended(paths)):
+            if not lock.holder(paths) and not store.ended(paths):
+                waiting.unsupervised(paths)
+            time.sleep(0.1)
+    return result.exit_code(data)

@@ -1,0 +1,35 @@
+"""The result of a job: what a command prints of it, and its exit code."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from orchestrate import errors
+from orchestrate.console import print_message, stream
+from orchestrate.job.outcomes import Outcome
+from orchestrate.job.report import text
+from orchestrate.supervise.generation import BY_MAX_RUN
+
+EXIT_CODES = {Outcome.SUCCEEDED: errors.SUCCEEDED, Outcome.FAILED: errors.FAILED, Outcome.LOST: errors.LOST}
+
+
+def exit_code(data: dict[str, Any]) -> int:
+    """Return the exit code of a command for a job with this report."""
+    if data["outcome"] == Outcome.STOPPED:
+        return errors.TIMED_OUT if data["reason"] == BY_MAX_RUN else errors.INTERRUPTED
+    return EXIT_CODES[data["outcome"]]
+
+
+def show(args: argparse.Namespace, name: str, data: dict[str, Any]) -> int:
+    """Print the report of a job, and return the exit code."""
+    print_message(text(data))
+    if data["outcome"] != Outcome.SUCCEEDED and data.get("checkpoints") and not data.get("left_behind"):
+        print_message(f"hint: python -m orchestrate resume {args.shown / name} continues from its last checkpoint")
+    print_message(args.shown / name)
+    if args.print_path:
+        stream(args.shown / name)
+    if args.json:
+        stream(json.dumps({"run_directory": str(args.shown / name), **data}, indent=2))
+    return exit_code(data)
