@@ -148,7 +148,8 @@ class ProcessSession:
         """`folder` contains the sockets, and `run` the job's files; raises EngineError if the job has no key."""
         self.folder, self.spec, self.run, self.key = folder, spec, run, key_of(run)
         self.secrets, self.workdir = str(folder / "secrets"), plan.placement.cwd
-        self.cwd, self.persistent = plan.placement.code, bool(plan.placement.cluster)  # `stays`: nodes outlive the job
+        self.cwd = plan.placement.code
+        self.persistent = bool(plan.placement.cluster)  # whether the nodes outlive the job
         self.python = plan.placement.python
         self.nodes: dict[str, _Node] = {}
         self.clients = NodeClients(self, warn)

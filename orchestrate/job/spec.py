@@ -16,16 +16,8 @@ from orchestrate.job.redact import Mask
 
 APP = ("-m", "app.train", "--resume", "auto")
 IMAGE = "orchestrate-node:0.1"
-TEXTS = (
-    "command",
-    "before",
-    "env",
-    "hyperparameters",
-    "labels",
-    "metrics",
-    "name",
-    "user",
-)  # keys whose values are always text
+# Keys whose values are always text.
+TEXTS = ("command", "before", "env", "hyperparameters", "labels", "metrics", "name", "user")
 
 NODES = values.integer(1, values.MAX_TRAINERS + 1)
 

@@ -49,7 +49,7 @@ def prepare(daemon: Daemon, spec: JobSpec, run: Path) -> None:
 def inventory(daemon: Daemon, spec: JobSpec, run: Path, run_image: bool) -> tuple[Inventory, Placement]:
     """Check the image, and list the GPUs; raises ResourceError.
 
-    `run` is the folder to mount in nodes; `look_inside` allows running the job's image, which must exist then. Raises
+    `run` is the folder to mount in nodes; `run_image` allows running the job's image, which must exist then. Raises
     UsageError for folders that cannot be mounted.
     """
     gpu_mode, possible = toolkit.gpu_mode(daemon.info), not gpus_unavailable(daemon, spec)

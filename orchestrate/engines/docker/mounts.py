@@ -22,14 +22,8 @@ from orchestrate.node.command import of_python
 
 CODE, JOB = "/workspace", "/job"  # paths in nodes of the code folder and the job folder
 ALWAYS_HIDDEN = ("runs", ".git")
-COMPILED = (
-    "__pycache__",
-    "*.pyc",
-    "*.pyo",
-    "*.py[co]",
-    "*.py[cod]",
-    "*$py.class",
-)  # compiled copies of files next to them
+# Compiled copies of files next to them.
+COMPILED = ("__pycache__", "*.pyc", "*.pyo", "*.py[co]", "*.py[cod]", "*$py.class")
 MAX_ENTRIES = 50_000  # entries of the code folder to check for sockets, which takes 0.1 s
 MAX_MASKS = 4096  # masks of a node; mounting as many takes 1 s
 

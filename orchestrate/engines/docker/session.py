@@ -57,9 +57,8 @@ class DockerSession:
         self.mounts = partial(mounts.node_mounts, run, Path(code), command)  # mounts that are not in the Compose file
         self.given_mounts = partial(folders.given_mounts, spec, run.parent.parent)
         self.cwd = plan.placement.cwd
-        self.devices = toolkit.service(
-            toolkit.gpu_mode(daemon.info), plan.gpus
-        )  # part of a Compose file: each node's GPUs
+        # Part of a Compose file: each node's GPUs.
+        self.devices = toolkit.service(toolkit.gpu_mode(daemon.info), plan.gpus)
         self.env = self._environment(plan, run)
         # Inodes of mounted folders, by their paths in nodes.
         self.folders = mounts.inodes(run, Path(code)) if self.env["NODE_SOCKETS"] else {}

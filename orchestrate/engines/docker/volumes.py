@@ -14,14 +14,8 @@ from orchestrate.engines.docker.mounts import CODE, JOB
 from orchestrate.errors import ResourceError
 from orchestrate.files.paths import is_text
 
-MOUNTED = (
-    CODE,
-    JOB,
-    "/opt/orchestrate",
-    "/run/orchestrate",
-    "/run/secrets",
-    "/tmp",
-)  # our mounts replace the image's volumes there
+# Our mounts replace the image's volumes there.
+MOUNTED = (CODE, JOB, "/opt/orchestrate", "/run/orchestrate", "/run/secrets", "/tmp")
 WIPED = ("/tmp", "/dev/shm", "/dev/mqueue")  # emptied between jobs on a cluster, like the volumes
 KERNELS = ("/dev", "/proc", "/sys")
 PATH = re.compile(r"/[^\s\0-\x1f\x7f]{,1000}")  # NODE_WIPE is split at spaces

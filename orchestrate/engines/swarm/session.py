@@ -61,13 +61,10 @@ class SwarmSession:
         """`run` contains the job's files; raises EngineError if the job has no key."""
         self.warn, self.key, self.manager, self.spec = warn, key_of(run), manager, spec
         self.swarm = SwarmJob(manager, spec, plan, run, self.key)
-        self.persistent, self.shared = (
-            bool(plan.placement.cluster),
-            bool(spec.volume),
-        )  # outlive the job; share a folder
-        self.files = (
-            run / plan.job_id if self.persistent and plan.project != plan.job_id else run
-        )  # the local job folder
+        self.persistent = bool(plan.placement.cluster)  # whether the nodes outlive the job
+        self.shared = bool(spec.volume)  # whether all hosts share the job folder
+        # The local job folder:
+        self.files = run / plan.job_id if self.persistent and plan.project != plan.job_id else run
         self.job_dir = plan.placement.job_dir  # the job folder in nodes
         self.workdir = plan.placement.cwd or service_spec.CODE  # the working directory of workers
         self.clients = NodeClients(self, warn, self._heard, self._lost)
