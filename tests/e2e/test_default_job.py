@@ -18,7 +18,7 @@ from app import data
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("trainers", [0, 3])
+@pytest.mark.parametrize("trainers", [0, pytest.param(3, marks=pytest.mark.exhaustive)])
 def test_the_default_job_must_reach_the_target_accuracy_on_any_number_of_nodes(cli, nothing_left, trainers):
     one_thread = ("--set", "env.OMP_NUM_THREADS=1")  # on busy cores, the threads of one worker wait for each other
     done = cli("run", "--engine", "process", "--gpus", "none", "--trainers", str(trainers), *one_thread)
@@ -44,6 +44,7 @@ def test_the_default_job_must_resume_from_its_checkpoint_after_a_failure(cli, no
     check_trained(cli.run_dir())
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.docker
 def test_plain_compose_with_the_nvidia_runtime_must_train(nvidia_runtime, nothing_left, tmp_path):
