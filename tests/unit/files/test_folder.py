@@ -247,6 +247,16 @@ def test_a_long_line_must_be_read_in_pieces_without_loss(tmp_path, monkeypatch, 
         assert list(read.new(file)) == [] and read.rest() == b"hal" and read.rest() == b""
 
 
+def test_a_file_that_was_truncated_must_be_read_again_from_its_start(tmp_path):
+    read = lines.Lines()
+    (tmp_path / "log").write_bytes(b"one\nan incomplete li")
+    with (tmp_path / "log").open("rb") as file:
+        assert list(read.new(file)) == [b"one"]
+        (tmp_path / "log").write_bytes(b"two\n")
+        read.near_end(file, 1000)
+        assert list(read.new(file)) == [b"two"]
+
+
 def test_a_read_must_stop_at_its_limit(tmp_path, monkeypatch):
     monkeypatch.setattr(lines, "CHUNK", 4)
     (tmp_path / "log").write_bytes(b"".join(b"%03d\n" % number for number in range(10)))

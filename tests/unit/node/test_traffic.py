@@ -118,6 +118,21 @@ def test_the_most_that_a_connection_has_exchanged_must_be_kept_after_its_end(sta
     assert node.use(1) is None
 
 
+def test_what_closed_connections_have_exchanged_must_count(start):
+    first = start(LISTEN)
+    closes = CONNECT.replace("sys.stdin.read()", "input()\nother.close()\nprint('closed', flush=True)\ninput()")
+    second = start(closes, line(first))
+    assert (line(first), line(second)) == ("sent", "received")
+    node = Traffic(Timers(), lambda: {0: first.pid, 1: second.pid})
+    node.sample()
+    assert second.stdin
+    print(file=second.stdin, flush=True)
+    assert line(second) == "closed"
+    node.sample()
+    use = node.use(1)
+    assert use and use.exchanged >= 10_000
+
+
 @pytest.mark.parametrize(
     ("local", "remote", "near"),
     [

@@ -94,6 +94,7 @@ def test_what_happened_must_be_listed_with_checkpoints_that_were_saved_one_after
         Moment("checkpoint", (13.0,), "1 checkpoint saved"),
         Moment("other", (50.0,), "the job was resumed"),
     ]
+    assert moments([*FIRST, CheckpointSaved(seconds=12.0)])[-1] == Moment("checkpoint", (12.0,), "1 checkpoint saved")
 
 
 def test_marks_must_be_on_the_bar_and_few():

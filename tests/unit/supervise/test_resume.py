@@ -1,7 +1,7 @@
 """What a job that is resumed knows of the time before; on a scripted engine."""
 
 from support.recording import RecordingEngine
-from support.scripted import Job
+from support.scripted import ALL_WELL, Job
 
 from orchestrate.job import events
 from orchestrate.job.history import History
@@ -22,6 +22,18 @@ def test_a_resumed_job_must_have_its_restart_budget_again(tmp_path, monkeypatch)
     done = job.run(RecordingEngine(*failure[:1], [[WorkerExit(rank, 0) for rank in range(3)]]), spec)
     assert done.outcome == Outcome.SUCCEEDED
     assert [each["generation"] for each in job.noted("generation_starting")] == [0, 1, 2, 3]
+
+
+def test_the_time_limit_must_count_from_the_resumption(job):
+    spec = JobSpec(trainers=2, grace=0.01, max_run=100.0, max_restarts=0)
+    working = [[]] * 900  # for 90 s
+    assert job.run(RecordingEngine([*working, [WorkerExit(1, 1)]]), spec).why == "max_restarts is 0"
+    emit = Recorder(job.paths.events, clock=job.clock)
+    emit(events.JobEnded(Outcome.FAILED, "max_restarts is 0"))
+    emit(events.JobResumed())
+    emit.close()
+    assert job.run(RecordingEngine([*working, ALL_WELL]), spec).outcome == Outcome.SUCCEEDED
+    assert 180 < job.when("outcome_decided")[-1] < 200
 
 
 def test_time_between_end_and_resumption_must_not_count(tmp_path, monkeypatch):

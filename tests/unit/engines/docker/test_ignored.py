@@ -157,6 +157,15 @@ def test_ordinary_patterns_must_take_few_steps_for_many_files(tmp_path, monkeypa
     assert list(ignored(tmp_path)) == [] and len(list(kept(tmp_path))) == 500
 
 
+def test_an_exception_must_keep_files_of_an_ignored_folder(tmp_path):
+    (tmp_path / ".dockerignore").write_text("data\n!data/deep/keep\n")
+    (tmp_path / "data" / "deep").mkdir(parents=True)
+    for name in ("data/other", "data/deep/keep", "data/deep/drop"):
+        (tmp_path / name).touch()
+    assert list(kept(tmp_path)) == ["data/deep/keep"]
+    assert sorted(ignored(tmp_path)) == ["data/deep/drop", "data/other"]
+
+
 def test_invalid_utf_8_must_not_hide_other_patterns(tmp_path):
     (tmp_path / ".dockerignore").write_bytes(b"\xff\xfe\nkey\n")
     assert top(read(tmp_path)).inside("key").ignored
