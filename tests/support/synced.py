@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from orchestrate.clock import SYSTEM, Clock
 from orchestrate.engines.swarm.sync import FileSync
 from orchestrate.errors import EngineError
 from orchestrate.node import protocol
@@ -59,9 +60,9 @@ class FakeNode:
         self.ended.set()
 
 
-def sync_master(folder: Path, connect: Callable[[str], Any]) -> FileSync:
+def sync_master(folder: Path, connect: Callable[[str], Any], clock: Clock = SYSTEM) -> FileSync:
     """Start to copy the files of the master, to which `connect` connects."""
-    return FileSync(folder, "job", {"master": [0]}, connect)
+    return FileSync(folder, "job", {"master": [0]}, connect, clock)
 
 
 def target_of(link: Path) -> str:

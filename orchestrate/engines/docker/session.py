@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import time
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 from docker.models.containers import Container
 
+from orchestrate.clock import SYSTEM, Clock
 from orchestrate.engines import sockets
 from orchestrate.engines.base import Observed, Stop, never
 from orchestrate.engines.clients import NODE_EXIT_TIMEOUT, NodeClients, key_of
@@ -48,6 +48,7 @@ class DockerSession:
     def __init__(self, daemon: Daemon, spec: JobSpec, plan: Plan, run: Path, warn: Callable[[str], None]) -> None:
         """`run` is mounted in nodes; raises EngineError if that is not possible, or the job has no key."""
         self.daemon, self.spec, self.warn, self.key = daemon, spec, warn, key_of(run)
+        self.clock: Clock = SYSTEM
         self.project = plan.project  # the job, or the cluster that owns the nodes
         self.persistent = bool(plan.placement.cluster)  # whether the nodes outlive the job
         self.network = "host" if spec.network == "host" else f"{plan.project}_job"
@@ -179,9 +180,9 @@ class DockerSession:
     def wait(self, timeout: float) -> Observed:
         """Wait for exits of workers; check the containers every few seconds."""
         exits = self.clients.wait(timeout)
-        if self.clients.running and time.monotonic() - self.last_listed > RECONCILE_INTERVAL:
+        if self.clients.running and self.clock.monotonic() - self.last_listed > RECONCILE_INTERVAL:
             self._reconcile()
-            self.last_listed = time.monotonic()
+            self.last_listed = self.clock.monotonic()
         self._warn()
         return Observed(exits, self.clients.starting(), dict(self.troubles))
 
@@ -194,9 +195,9 @@ class DockerSession:
         if why := self.clients.out_of_memory(end):
             return why
         hint = self.clients.exit_hints.get(end.rank)
-        until = time.monotonic() + EVENT_TIMEOUT
-        while hint is None and time.monotonic() < until:
-            self.clients.listen(until - time.monotonic())
+        until = self.clock.monotonic() + EVENT_TIMEOUT
+        while hint is None and self.clock.monotonic() < until:
+            self.clients.listen(until - self.clock.monotonic())
         container = self.nodes.get(node)
         seen = self.seen_events.get(str(container.id), set()) if container else set()
         try:
@@ -263,16 +264,16 @@ class DockerSession:
 
     def _list_nodes(self) -> dict[str, Container]:
         """Return the job's containers by node; wait for those that are being killed."""
-        deadline = time.monotonic() + NODE_EXIT_TIMEOUT
+        deadline = self.clock.monotonic() + NODE_EXIT_TIMEOUT
         while True:
             self._read_events()
             found = {labels.node(node): node for node in objects.nodes_of(self.daemon, self.project)}
-            if time.monotonic() > deadline or not any(
+            if self.clock.monotonic() > deadline or not any(
                 node.id in self.dying and node.status == "running" for node in found.values()
             ):
                 self.dying = set()
                 return found
-            time.sleep(0.02)
+            self.clock.sleep(0.02)
 
     def _is_healthy(self, container: Container) -> bool:
         """Whether a container is running, not paused, and on the job's network."""
@@ -333,7 +334,7 @@ class DockerSession:
             self.seen_events.setdefault(actor, set()).add(action)
             self.dying.discard(actor)
         if event["Type"] == "network" or action in ("pause", "unpause", "die"):
-            self.last_listed = time.monotonic() - RECONCILE_INTERVAL + LIST_LAG
+            self.last_listed = self.clock.monotonic() - RECONCILE_INTERVAL + LIST_LAG
 
     def _reconcile(self) -> None:
         """List the containers to find nodes that have ended, are paused, or are cut off."""
@@ -346,13 +347,13 @@ class DockerSession:
 
     def _expect_shutdown(self) -> None:
         """Raise EngineLost if all nodes are gone because the daemon is stopping or was restarted."""
-        deadline = time.monotonic() + SHUTDOWN_TIMEOUT
-        while time.monotonic() < deadline:
-            if self.events.broken > time.monotonic() - 2 * SHUTDOWN_TIMEOUT:
+        deadline = self.clock.monotonic() + SHUTDOWN_TIMEOUT
+        while self.clock.monotonic() < deadline:
+            if self.events.broken > self.clock.monotonic() - 2 * SHUTDOWN_TIMEOUT:
                 raise EngineLost("the engine was restarted")
             with self.daemon.translating_errors("does not respond"):
                 self.daemon.client.ping()
-            time.sleep(0.2)
+            self.clock.sleep(0.2)
 
     def _compose(self, stopped: Callable[[], bool], *arguments: str) -> None:
         sockets.share(self.sockets, self.env["NODE_USER"])

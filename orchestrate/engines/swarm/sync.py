@@ -12,7 +12,6 @@ import errno
 import logging
 import os
 import threading
-import time
 from bisect import bisect_left
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from orchestrate.clock import SYSTEM, Clock
 from orchestrate.engines.base import never
 from orchestrate.engines.connection import NodeConnection
 from orchestrate.engines.swarm.fetch import Fetch, reachable, same
@@ -64,13 +64,18 @@ class FileSync:
     """Copies the files of a job in the background while it runs."""
 
     def __init__(
-        self, run_dir: Path, folder: str, ranks: dict[str, list[int]], connect: Callable[[str], NodeConnection | None]
+        self,
+        run_dir: Path,
+        folder: str,
+        ranks: dict[str, list[int]],
+        connect: Callable[[str], NodeConnection | None],
+        clock: Clock = SYSTEM,
     ) -> None:
         """Start copying `folder` from the nodes, and the logs of their ranks; earlier nodes take precedence.
 
         `connect` connects to a node, or returns None if it is not running; it raises EngineError.
         """
-        self.run_dir, self.folder, self.connect = run_dir, folder, connect
+        self.run_dir, self.folder, self.connect, self.clock = run_dir, folder, connect, clock
         self.here = Folder(run_dir.parent, run_dir.name)
         self.nodes = [_Node(name, [f"{LOGS}/rank-{rank}.log" for rank in own]) for name, own in ranks.items()]
         self.owners: dict[str, int] = {}  # path: number of the node that it comes from
@@ -94,10 +99,10 @@ class FileSync:
         with self.changed:
             if self.failure:
                 raise self.failure
-            self.called = time.monotonic()
+            self.called = self.clock.monotonic()
             until = self.looks + 2  # the current round may have begun before the call
             while not (done := self.looks >= until or self.closing):
-                if stopped() or time.monotonic() > self.called + timeout:
+                if stopped() or self.clock.monotonic() > self.called + timeout:
                     break
                 self.changed.wait(SYNC_INTERVAL)
                 if self.failure:
@@ -218,7 +223,7 @@ class FileSync:
 
     def _fetch(self, node: _Node, files: dict[str, Facts]) -> bool:
         """Fetch pieces of files that differ from the local ones, oldest first; return whether there is more."""
-        wanted, now = {}, time.monotonic()
+        wanted, now = {}, self.clock.monotonic()
         for path in node.failed.keys() - files.keys():  # removed on the node
             del node.failed[path]
             self.errors.pop(path, None)
@@ -233,8 +238,8 @@ class FileSync:
         if node.fetching:
             wanted.pop(node.fetching.path, None)
         youngest_first = sorted(wanted, key=lambda path: wanted[path][1], reverse=True)
-        until = time.monotonic() + MAX_TURN
-        while time.monotonic() < until and not self.closing:
+        until = self.clock.monotonic() + MAX_TURN
+        while self.clock.monotonic() < until and not self.closing:
             if not node.fetching and not youngest_first:
                 return False
             path = node.fetching.path if node.fetching else youngest_first.pop()
@@ -248,7 +253,7 @@ class FileSync:
             except Exception as error:  # skip only this file, and report it at the end
                 if str(error) != str(self.errors.get(path)):
                     log.debug("%s of %s: %s", shown(path), node.name, error, exc_info=not isinstance(error, EXPECTED))
-                node.failed[path] = files.get(path, []), time.monotonic()
+                node.failed[path] = files.get(path, []), self.clock.monotonic()
                 self.errors[path] = error.with_traceback(None)  # a traceback would keep the piece in memory
             if node.fetching:
                 node.fetching.drop()

@@ -211,7 +211,7 @@ def test_only_containers_running_on_the_jobs_network_must_count_as_nodes(job):
     assert {*engine.alive()} == {"master", "trainer-12"}
 
 
-def test_a_container_that_is_being_stopped_must_be_waited_for_within_a_time_limit(job, monkeypatch):
+def test_a_container_that_is_being_stopped_must_be_waited_for_within_a_time_limit(job):
     engine = job.settled("master", "trainer-1")
     _, node = job.answers.containers
     engine.dying = {node["Id"]}
@@ -222,7 +222,7 @@ def test_a_container_that_is_being_stopped_must_be_waited_for_within_a_time_limi
     assert len(job.answers.asked) == 3
     node["State"], engine.dying = "running", {node["Id"]}
     clock = Clock()
-    monkeypatch.setattr(docker_module, "time", clock)
+    engine.clock = clock
     began = clock.now
     assert {*engine.alive()} == {"master", "trainer-1"} and not engine.dying
     assert 4 < clock.now - began < 6

@@ -35,10 +35,10 @@ def lists(job: Job) -> int:
     return job.answers.requests("GET").count("GET /containers/json")
 
 
-def test_containers_must_be_listed_periodically_while_workers_run(job, monkeypatch):
+def test_containers_must_be_listed_periodically_while_workers_run(job):
     clock = Clock()
-    monkeypatch.setattr(docker_module, "time", clock)
     engine = job.settled("master", "trainer-1", "trainer-2")
+    engine.clock = clock
     _, paused, cut_off = job.answers.containers
     engine.clients.connections = dict.fromkeys(engine.nodes)  # all nodes are connected
     engine.clients.drop = lambda node: None
@@ -149,7 +149,7 @@ def test_explain_must_wait_briefly_for_an_event_after_the_loss_of_a_node(job, mo
     node = job.answers.containers[1]
     node["State"] = "exited"
     clock = Clock()  # it stands still while the session listens
-    monkeypatch.setattr(docker_module, "time", clock)
+    engine.clock = clock
     listen = engine.clients.listen
 
     def listen_and_advance(timeout: float) -> None:
@@ -199,9 +199,9 @@ def test_an_unavailable_engine_must_not_hide_the_exit_of_a_worker(job, monkeypat
 
 def test_the_loss_of_all_nodes_must_be_distinguished_from_an_engine_shutdown(job, monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(docker_module, "time", clock)
     monkeypatch.setattr(docker_module, "EVENT_TIMEOUT", 0.0)
     engine = job.settled("master")
+    engine.clock = clock
     job.answers.containers[0]["State"] = "exited"
     began = clock.now
     assert engine.explain(WorkerExit(0, 137), "master") == "node lost"

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from orchestrate.clock import SYSTEM, Clock
 from orchestrate.engines.swarm import sync as sync_module
 from orchestrate.engines.swarm.sync import FileSync
 
@@ -20,9 +21,9 @@ def synced(folder, monkeypatch):
     monkeypatch.setattr(sync_module, "SYNC_INTERVAL", 0.01)
     started: list[FileSync] = []
 
-    def start(**nodes: Any) -> FileSync:
+    def start(clock: Clock = SYSTEM, **nodes: Any) -> FileSync:
         ranks = {name: [rank] for rank, name in enumerate(nodes)}
-        started.append(FileSync(folder, "job", ranks, lambda name: nodes[name]))
+        started.append(FileSync(folder, "job", ranks, lambda name: nodes[name], clock))
         return started[-1]
 
     yield start

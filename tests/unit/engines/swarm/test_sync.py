@@ -78,7 +78,6 @@ def test_a_piece_with_a_wrong_offset_must_be_rejected(folder, synced, piece):
 
 def test_files_that_a_node_no_longer_has_must_be_forgotten_while_others_are_copied(folder, monkeypatch):
     clock, node, counts = Clock(), FakeNode(), []
-    monkeypatch.setattr(sync_module, "time", clock)
     monkeypatch.setattr(sync_module, "MAX_ENTRIES", 3)
     converse = node.converse
 
@@ -91,7 +90,7 @@ def test_files_that_a_node_no_longer_has_must_be_forgotten_while_others_are_copi
 
     gate = threading.Event()
     node.converse = slowly
-    sync = sync_master(folder, lambda _: gate.wait() and node)
+    sync = sync_master(folder, lambda _: gate.wait() and node, clock)
     gate.set()
     try:
         eventually(lambda: len(counts) > 30)
@@ -203,9 +202,8 @@ def test_the_orchestrators_own_files_in_the_job_folder_must_be_listed():
     assert {str(path.relative_to(paths.shared)) for path in ours if path.is_relative_to(paths.shared)} == OWN
 
 
-def test_logs_must_be_copied_while_a_large_file_is_fetched(folder, monkeypatch):
+def test_logs_must_be_copied_while_a_large_file_is_fetched(folder):
     clock, node, kinds = Clock(), FakeNode(), []
-    monkeypatch.setattr(sync_module, "time", clock)
     node.files = {"large": b"x" * PIECE * 4}
     converse = node.converse
 
@@ -215,7 +213,7 @@ def test_logs_must_be_copied_while_a_large_file_is_fetched(folder, monkeypatch):
         return converse(request, answer)
 
     node.converse = slowly
-    sync = sync_master(folder, lambda _: node)
+    sync = sync_master(folder, lambda _: node, clock)
     try:
         assert sync.catch_up(20) and (folder / "large").stat().st_size == PIECE * 4  # all of it, though it takes long
         assert kinds[:8] == [protocol.GetChanges, protocol.Read] * 4
@@ -225,7 +223,6 @@ def test_logs_must_be_copied_while_a_large_file_is_fetched(folder, monkeypatch):
 
 def test_a_file_that_a_node_has_replaced_must_be_kept_until_the_new_one_is_copied(folder, monkeypatch):
     clock, node, existed = Clock(), FakeNode(), []
-    monkeypatch.setattr(sync_module, "time", clock)
     monkeypatch.setattr(sync_module, "SYNC_INTERVAL", 0.01)
     node.files = {"step-1": b"old"}
     converse = node.converse
@@ -236,7 +233,7 @@ def test_a_file_that_a_node_has_replaced_must_be_kept_until_the_new_one_is_copie
         return converse(request, answer)
 
     node.converse = slowly
-    sync = sync_master(folder, lambda _: node)
+    sync = sync_master(folder, lambda _: node, clock)
     try:
         assert sync.catch_up(20)
         node.files, count = {"step-2": b"x" * PIECE * 3}, len(existed)

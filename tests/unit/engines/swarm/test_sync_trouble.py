@@ -19,9 +19,8 @@ from orchestrate.node import protocol
 from orchestrate.node.files import PIECE
 
 
-def test_a_file_that_cannot_be_read_must_be_retried_only_after_a_while_or_a_change(folder, synced, monkeypatch):
+def test_a_file_that_cannot_be_read_must_be_retried_only_after_a_while_or_a_change(folder, synced):
     clock, node = Clock(), FakeNode()
-    monkeypatch.setattr(sync_module, "time", clock)
     node.files, node.refused = {"bad": b"1", "good": b"2"}, {"bad"}
     converse = node.converse
 
@@ -30,7 +29,7 @@ def test_a_file_that_cannot_be_read_must_be_retried_only_after_a_while_or_a_chan
         return converse(request, answer)
 
     node.converse = later
-    sync = synced(master=node)
+    sync = synced(clock, master=node)
 
     def attempts() -> int:
         """How often the file is requested in four rounds."""
@@ -74,9 +73,8 @@ def test_the_wait_for_files_must_respect_its_time_limit(folder, monkeypatch):
             return self.now
 
     gate, clock = threading.Event(), Ticking()
-    monkeypatch.setattr(sync_module, "time", clock)
     monkeypatch.setattr(sync_module, "SYNC_INTERVAL", 0.01)
-    sync, began = sync_master(folder, lambda _: gate.wait() and None), clock.now
+    sync, began = sync_master(folder, lambda _: gate.wait() and None, clock), clock.now
     try:
         assert not sync.catch_up(0, lambda: clock.now > began + 100)
         assert not sync.catch_up(100, lambda: True)
