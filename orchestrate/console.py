@@ -123,8 +123,8 @@ def phase(text: str) -> None:
 
     A terminal shows it immediately, as a last line that is replaced. Otherwise, it is printed if it takes long.
     """
-    if _picture:
-        return _picture.phase(text)
+    if picture := _picture:
+        return picture.phase(text)
     if _status.muted:
         return
     if not _lock.acquire(timeout=1):  # another thread is blocked in a write to a reader that does not read
@@ -282,8 +282,8 @@ def _print(stream: TextIO | None, line: object, colored: bool = False) -> None:
     if stream is None:  # closed at start
         return
     text = clean(str(line), colored)
-    if _picture and stream.isatty():
-        return _picture.above(text)
+    if (picture := _picture) and stream.isatty():  # another thread may take the picture away
+        return picture.above(text)
     if not (_status.text and replaces(stream)):
         stream.write(f"{text}\n")  # one write, since another thread may print
         return

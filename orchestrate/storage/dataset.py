@@ -9,6 +9,7 @@ import contextlib
 import fcntl
 import json
 import os
+import stat
 import threading
 from collections.abc import Callable, Collection
 from pathlib import Path, PurePosixPath
@@ -56,7 +57,8 @@ def _update(store: Store, folder: Path, progress: Progress, lost: Callable[[Stor
     top = folder / FILES
     _make(top)
     _remove_others(folder, wanted)
-    have, counts, counting = _index(folder), [0, 0], threading.Lock()
+    have = {key: tag for key, tag in _index(folder).items() if key in wanted and _size(top / key) == wanted[key].size}
+    counts, counting = [0, 0], threading.Lock()
 
     def take(version: Version) -> None:
         retry(lambda: _fetch(store, version.key, top), never, lost)
@@ -76,9 +78,17 @@ def _update(store: Store, folder: Path, progress: Progress, lost: Callable[[Stor
 
 def _index(folder: Path) -> dict[str, str]:
     with contextlib.suppress(OSError, ValueError):
-        found = json.loads(content(folder / INDEX))
-        return {key: tag for key, tag in found.items() if (folder / FILES / key).is_file()}
+        found: dict[str, str] = json.loads(content(folder / INDEX))
+        return found
     return {}
+
+
+def _size(path: Path) -> int:
+    """Bytes of a regular file; -1 if there is none."""
+    with contextlib.suppress(OSError):
+        if stat.S_ISREG((status := path.lstat()).st_mode):
+            return status.st_size
+    return -1
 
 
 def _remove_others(folder: Path, wanted: Collection[str]) -> None:

@@ -50,10 +50,10 @@ class LiveScreen(Folded):
         return picture(self.view, time.monotonic(), size.width, size.height, self.keys)
 
     def above(self, line: str) -> None:
-        """Print a line above the picture, with the next one."""
+        """Print a line above the picture, with the next one; at once if there is none anymore."""
         with self.lock:
             self.lines.append(line)
-            if len(self.lines) >= MAX_LINES:
+            if len(self.lines) >= MAX_LINES or not self.live.is_started:
                 self._draw()
 
     def phase(self, text: str) -> None:
@@ -72,17 +72,26 @@ class LiveScreen(Folded):
             self.due = time.monotonic() + max(INTERVAL, (time.thread_time() - began) / MAX_LOAD)
 
     def _draw(self) -> None:
-        with contextlib.suppress(OSError):  # the terminal is gone
-            if self.lines:
-                self.terminal.out("\n".join(self.lines), highlight=False)
-            self.lines = []
+        lines, self.lines = self.lines, []
+        with self._writing():
+            if lines:
+                self.terminal.out("\n".join(lines), highlight=False)
             self.live.refresh()
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Write nothing anymore once the terminal is gone: the library would keep all of it to try again."""
+        try:
+            yield
+        except OSError as error:
+            self.terminal.quiet = self.terminal.quiet or error.errno in console.READER_LEFT
 
     def close(self) -> None:
         """Print the remaining lines, and remove the picture."""
         with self.lock:
             self._draw()
-            self.live.stop()
+            with self._writing():
+                self.live.stop()
 
 
 @contextlib.contextmanager

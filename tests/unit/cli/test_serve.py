@@ -1,8 +1,10 @@
 """The local web page: what it answers and to whom."""
 
 import contextlib
+import dataclasses
 import http.client
 import json
+import re
 import shutil
 import socket
 import threading
@@ -10,11 +12,14 @@ import urllib.parse
 from types import SimpleNamespace
 
 import pytest
-from support.commanded import create, end, noted, supervised
+from support.commanded import Whole, create, end, noted, supervise, supervised
+from support.plans import HERE, plan
 
-from orchestrate.cli.commands.serve import Server, Site
+from orchestrate.cli.commands.serve import MAX_EVENTS, MAX_LINES, Server, Site
 from orchestrate.files.paths import JobPaths
+from orchestrate.job import store
 from orchestrate.job.events import GenerationStarting, NodesStarting, RestartDecided, WorkersStarted
+from orchestrate.job.outcomes import WorkerExit
 from orchestrate.job.spec import JobSpec
 
 
@@ -121,6 +126,41 @@ def test_much_output_must_be_skipped(site, running):
         file.writelines(f"line {number}\n" for number in range(200_000, 400_000))
     assert "[0] line 399999</pre>" in site.get("/jobs/a-1/").text
     assert site.get("/jobs/a-1/logs/rank-0.log").text.count("\n") < 20_000
+
+
+def test_the_last_lines_and_events_of_a_running_job_must_be_shown(site, running):
+    running.log(0).write_text("".join(f"line {number}\n" for number in range(MAX_LINES + 50)))
+    noted(running, *(RestartDecided(True, f"restart {number}", 0.0) for number in range(MAX_EVENTS + 5)))
+    page = site.get("/jobs/a-1/").text
+    assert re.findall(r"\[0\] line ([0-9]+)", page) == [str(number) for number in range(50, MAX_LINES + 50)]
+    assert re.findall(r"\(restart ([0-9]+)\)", page) == [str(number) for number in range(5, MAX_EVENTS + 5)]
+
+
+def test_a_job_that_is_resumed_must_be_shown_as_running_again(site, tmp_path):
+    spec = JobSpec(trainers=2, grace=0.01, max_restarts=0, command=("-m", "app.train"))
+    paths = create(JobPaths(tmp_path / "a-1"), spec)
+    noted(paths, GenerationStarting(0, ("master", "trainer-1", "trainer-2"), 3, 29500), WorkersStarted())
+    with supervised(paths.root):
+        assert "<strong>running</strong>: 3 workers" in site.get("/jobs/a-1/").text
+    supervise(paths, Whole([[WorkerExit(0, 1)]]))
+    page = site.get("/jobs/a-1/").text
+    assert "Root cause" in page and "<strong>running" not in page
+    store.keep(paths, plan(dataclasses.replace(spec, trainers=0), HERE, "a-1", 29500, generation=1))
+    paths.report.unlink()  # as `resume` does
+    with supervised(paths.root):
+        page = site.get("/jobs/a-1/").text
+        assert "<strong>running</strong>: 1 worker," in page and "generation 1" in page and "Root cause" not in page
+
+
+def test_nothing_must_be_kept_of_jobs_that_have_ended_or_were_removed(site, running, tmp_path):
+    other = create(JobPaths(tmp_path / "b-2"))
+    watched = site.server.site.watches
+    assert site.get("/jobs/a-1/").status == site.get("/jobs/b-2/").status == 200 and {*watched} == {"a-1", "b-2"}
+    end(running)
+    site.get("/jobs/a-1/")
+    assert {*watched} == {"b-2"}
+    store.remove(other)
+    assert site.get("/jobs/b-2/").status == 404 and not watched
 
 
 def test_a_page_without_the_token_or_for_another_host_must_be_refused(site, running):

@@ -11,7 +11,7 @@ from support.plans import HERE, plan
 from orchestrate.job import gpus, usage
 from orchestrate.job.outcomes import Activity
 from orchestrate.job.spec import JobSpec
-from orchestrate.view.top import COLUMNS, Meter, Top
+from orchestrate.view.top import COLUMNS, HISTORY, Meter, Top
 
 
 def drawn(top: Top, height: int = 20) -> list[list[str]]:
@@ -51,6 +51,14 @@ def test_the_height_of_a_curve_must_be_the_peak_and_its_color_the_mean():
     curve = meter.curve()
     assert curve.plain == "█" * COLUMNS and {span.style for span in curve.spans} == {"green"}
     assert Meter().curve().plain == ""
+
+
+def test_a_curve_must_fit_its_column_and_show_the_last_samples():
+    meter = Meter()
+    for number in range(2 * HISTORY):
+        meter.samples.append(1.0 if number < HISTORY else 0.0)
+        assert 0 < len(meter.curve()) <= COLUMNS
+    assert meter.curve().plain == "▁" * COLUMNS
 
 
 def test_the_use_of_gpus_must_be_read(monkeypatch):

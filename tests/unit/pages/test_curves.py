@@ -8,9 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.page import Page, run
 
+from orchestrate.job.spec import JobSpec
 from orchestrate.pages import charts
-from orchestrate.pages.curves import BUCKETS, MAX_CURVES, progress, thinned
+from orchestrate.pages.curves import BUCKETS, MAX_CURVES, MAX_NAME, progress, thinned
 from orchestrate.pages.page import drawn
+from orchestrate.pages.run import FEW, curves_of
 
 
 def test_repeated_steps_must_replace_those_before_the_restart():
@@ -56,6 +58,29 @@ def test_only_numbers_may_become_curves():
     values = {"step": 1, "loss": 0.5, "ok": True, "nan": float("nan"), "huge": 1e300, "text": "a", "list": [1], "": 1}
     assert progress([values]).curves == {"loss": [(1, 0.5)]}
     assert len(progress([{f"m{number}": 1 for number in range(100)}]).curves) == MAX_CURVES
+
+
+def test_a_metric_with_many_values_must_keep_its_first_and_last_ones(monkeypatch):
+    monkeypatch.setattr("orchestrate.pages.curves.MAX_VALUES", 10)
+    for count in range(1, 100):
+        curve = progress([{"step": step, "loss": 1.0} for step in range(count)]).curves["loss"]
+        assert len(curve) <= 10 and (curve[0], curve[-1]) == ((0.0, 1.0), (count - 1.0, 1.0))
+
+
+def test_a_metric_with_a_long_name_must_not_be_drawn():
+    assert progress([{"x" * MAX_NAME: 1.0, "x" * (MAX_NAME + 1): 1.0}]).curves == {"x" * MAX_NAME: [(1, 1.0)]}
+
+
+def test_curves_must_come_from_the_output_if_metrics_jsonl_has_few_points_and_from_its_first_part(paths, monkeypatch):
+    def points(written: int) -> int:
+        rows = "".join(f'{{"step": {step}, "loss": 1}}\n' for step in range(written))
+        (paths.shared / "metrics.jsonl").write_text(rows)
+        return len(curves_of(paths, JobSpec(), 1)[1]["loss"])
+
+    paths.log(0).write_text("loss 0.5\n" * 50)
+    assert (points(FEW - 1), points(FEW)) == (50, FEW)
+    monkeypatch.setattr("orchestrate.pages.run.MAX_LOG", 20 * len("loss 0.5\n"))
+    assert points(2) == 20
 
 
 def test_loss_and_accuracy_must_come_first_and_other_constants_must_not_be_drawn():

@@ -1,8 +1,17 @@
-"""The page about a job must be there when the job has ended for others."""
+"""The page about a job: when it is there, and how much of a long job it shows."""
+
+import dataclasses
+import re
 
 import pytest
+from support.commanded import Whole, create, supervise
 
 from orchestrate.files.paths import JobPaths
+from orchestrate.job.outcomes import WorkerExit
+from orchestrate.job.spec import JobSpec
+from orchestrate.pages.page import MAX_VALUE, page
+from orchestrate.pages.run import load
+from orchestrate.pages.spans import Moment, Span
 from orchestrate.supervise import launch
 from orchestrate.supervise.job_files import JobFiles
 from orchestrate.supervise.stores import Stores
@@ -17,3 +26,30 @@ def test_the_page_must_be_there_when_the_job_has_ended_for_others(tmp_path, monk
     paths.create()
     launch._finish(JobFiles(paths), {"left_behind": "nodes"}, Stores(), pytest.fail)
     assert order == ["page", "report.json"]
+
+
+@pytest.fixture
+def failed(tmp_path):
+    """A job whose only worker has failed."""
+    paths = create(JobPaths(tmp_path / "a-1"), JobSpec(trainers=0, max_restarts=0, command=("-m", "app.train")))
+    supervise(paths, Whole([[WorkerExit(0, 1)]]))
+    return load(paths)
+
+
+def test_the_page_of_a_long_job_must_show_the_first_failures_and_the_last_events(failed):
+    count = 150
+    failures = [{"summary": f"failure-{number}", "last_lines": [], "hint": ""} for number in range(count)]
+    report = failed.report | {"failures": failures, "root_cause": None, "final_metrics": {"loss": [12345] * 20}}
+    spans = [Span("working", float(number), number + 1.0, number, f"phase-{number}") for number in range(count)]
+    moments = [Moment("other", (float(number),), f"event-{number}") for number in range(count)]
+    text = page([dataclasses.replace(failed, report=report, spans=spans, moments=moments)], [""])
+    for what, first in (("failure", 0), ("phase", 0), ("event", 50)):
+        assert re.findall(rf"\b{what}-([0-9]+)", text) == [str(first + number) for number in range(100)]
+    assert "and 50 more<" in text and "50 earlier ones are in events.jsonl" in text
+    (value,) = re.findall(">(\\[12345, .*)</td>", text)
+    assert len(value) == MAX_VALUE and value.endswith("…")
+
+
+def test_control_characters_must_not_be_on_the_page(failed):
+    moments = [Moment("other", (0.0,), "a\x00b\x1b[2Jc\u202ed")]
+    assert "a�b�[2Jc�d" in page([dataclasses.replace(failed, moments=moments)], [""])

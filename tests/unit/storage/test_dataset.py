@@ -1,5 +1,6 @@
 """Data of a job in an object store, fetched into a cache."""
 
+import fcntl
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -54,9 +55,31 @@ def test_an_interrupted_fetch_must_continue(bucket, monkeypatch):
     monkeypatch.setattr(store.Store, "read", fails_at_second)
     with pytest.raises(StorageError, match="no"):
         dataset.fetch(open_store(URL), lambda files, size: None)
+    assert sorted(os.listdir(cached_data(URL).parent)) == ["files", "index.json", "lock"]  # no part of a file
     count = len(fetched())
     assert dataset.fetch(open_store(URL), lambda files, size: None)[0] == 2 - count
     assert fetched() == {"a": "A", "sub/b": "B"}
+
+
+@pytest.mark.parametrize("change", [os.unlink, lambda path: os.truncate(path, 0)], ids=["removed", "cut short"])
+def test_a_cached_file_that_was_removed_or_cut_short_must_be_fetched_again(bucket, change):
+    dataset.fetch(open_store(URL), lambda files, size: None)
+    change(cached_data(URL) / "sub" / "b")
+    assert dataset.fetch(open_store(URL), lambda files, size: None) == (1, 1)
+    assert fetched() == {"a": "A", "sub/b": "B"}
+    assert dataset.fetch(open_store(URL), lambda files, size: None) == (0, 0)
+
+
+def test_only_one_run_at_a_time_must_fetch_the_same_data(bucket):
+    refused: list[bool] = []
+
+    def progress(files: int, size: int) -> None:
+        with open(cached_data(URL).parent / "lock") as lock, pytest.raises(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        refused.append(True)
+
+    dataset.fetch(open_store(URL), progress)
+    assert refused == [True, True]
 
 
 @pytest.mark.parametrize("key", ["../evil", "/evil", "a/../../evil", "a//b", "a\nb", "."])

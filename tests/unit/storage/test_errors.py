@@ -2,12 +2,16 @@
 
 import importlib.abc
 import logging
+import signal
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from support.object_stores import KEY_ID, SECRET, use
+from support.optional import not_none
 
 from orchestrate.errors import ResourceError, StorageError, StorageLost, UsageError
 from orchestrate.files.log_file import LOGGER
@@ -148,6 +152,21 @@ def test_an_endpoint_that_is_down_must_be_named(rclone):
     assert "AWS_ENDPOINT_URL" in error.hint
 
 
+@pytest.mark.parametrize("action", ["put", "list"])
+def test_a_store_that_does_not_answer_must_count_as_lost(rclone, monkeypatch, action):
+    for name in ("REQUEST_TIMEOUT", "READ_TIMEOUT"):
+        monkeypatch.setattr(f"orchestrate.storage.store.{name}", timedelta(seconds=0.2))
+    store = open_store("s3://bucket/x")
+    not_none(rclone.process).send_signal(signal.SIGSTOP)
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(store.reach) if action == "list" else pool.submit(store.put, "key", b"1")
+        try:
+            with pytest.raises(StorageLost, match="does not respond"):
+                answer.result(120)
+        finally:
+            rclone.kill()
+
+
 @pytest.mark.parametrize("status", ["503 Service Unavailable", "500 Internal Server Error", "429 Too Many Requests"])
 def test_an_overloaded_store_must_be_tried_again(status):
     answer = f"Server returned non-2xx status code: {status}: <Error><Code>SlowDown</Code></Error>"
@@ -173,6 +192,10 @@ def test_a_secret_in_a_librarys_message_must_not_be_repeated(monkeypatch):
     for sample in (text, text.replace(" - ", " ")):
         error = shown(explained("az://c/p", "key", sample))
         assert not [secret for secret in ("c2Vj", "pw1234", "abcdef") if secret in error]
+
+
+def test_a_long_message_of_a_library_must_be_cut():
+    assert len(str(explained("s3://b/x", "key", "Generic S3 error: " + "x" * 10_000))) < 400
 
 
 class Strict(BaseHTTPRequestHandler):
@@ -250,6 +273,14 @@ def test_an_endpoint_that_is_no_url_must_be_refused(monkeypatch, endpoint):
     monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
     with pytest.raises(UsageError, match="AWS_ENDPOINT_URL must be a URL"):
         open_store("s3://b/x")
+
+
+def test_the_endpoint_of_s3_must_take_precedence_over_the_general_one(rclone, monkeypatch):
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", rclone.endpoint)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "https://127.0.0.1:1")  # which would also forbid plain HTTP
+    store = open_store("s3://bucket/x")
+    store.put("a", b"1")
+    assert [*store.list("")] == [("a", 1)]
 
 
 def test_a_folder_that_cannot_be_created_must_be_named(tmp_path):

@@ -68,12 +68,15 @@ def test_a_folder_that_is_a_link_must_not_be_copied(store, saved, secret, tmp_pa
     assert everything(tmp_path / "store") == b""
 
 
-def test_folders_that_are_too_deep_must_be_reported(store, saved):
-    saved.write("a/" * (MAX_DEPTH - 1) + "last", b"1")
-    saved.write("b/" * (MAX_DEPTH + 5) + "x", b"2")
+def test_files_up_to_the_nesting_limit_must_be_copied_and_deeper_ones_reported(store, saved, elsewhere):
+    last = "a/" * (MAX_DEPTH - 1) + "last"
+    saved.write(last, b"1")
+    for name, depth in (("b", MAX_DEPTH), ("c", MAX_DEPTH + 5)):
+        saved.write(f"{name}/" * depth + "x", b"2")
     mirror = saved.copy(store)
-    assert [why.partition(": ")[2] for why in mirror.state.skipped] == ["more than 32 nested folders"]
-    assert [size for _, size in store.list("files")] == [1]
+    reports = [(text[1], text.partition(": ")[2]) for text in sorted(mirror.state.skipped)]
+    assert reports == [("b", "more than 32 nested folders"), ("c", "more than 32 nested folders")]
+    assert fetched(store, elsewhere) == {last: b"1"}
 
 
 def test_paths_that_are_too_long_must_be_reported(store, saved):

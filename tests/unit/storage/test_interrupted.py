@@ -12,7 +12,7 @@ from support.optional import not_none
 from support.waiting import eventually
 
 from orchestrate.errors import StorageError, StorageLost
-from orchestrate.storage.fetch import fetch, never, restore
+from orchestrate.storage.fetch import fetch, never, restore, retry
 from orchestrate.storage.manifest import contents, newest
 from orchestrate.storage.parallel import Stopped
 from orchestrate.storage.store import open_store
@@ -129,6 +129,29 @@ def test_a_job_must_end_although_the_store_is_down(rclone, saved):
     assert not thread.is_alive()
 
 
+def test_retries_must_not_wait_long_once_the_job_has_ended(tmp_path, saved, elsewhere, monkeypatch):
+    monkeypatch.setattr("orchestrate.storage.mirror.FIRST_RETRY", 3600.0)
+    monkeypatch.setattr("orchestrate.storage.mirror.MAX_RETRY", 3600.0)
+    monkeypatch.setattr("orchestrate.storage.mirror.LAST_RETRY", 0.0)
+    store = open_store(f"file://{tmp_path}/store")
+    put, attempts = store.put, itertools.count(1)
+
+    def fails_three_times(key: str, data: bytes) -> None:
+        if next(attempts) <= 3:
+            raise StorageLost("overloaded")
+        put(key, data)
+
+    store.put = fails_three_times
+    saved.write("a", b"1")
+    mirror = saved.mirror(store, interval=0.0)
+    mirror.start()
+    eventually(lambda: mirror.state.error)  # and waits
+    mirror.finish()
+    eventually(lambda: mirror.finished, 60)
+    assert mirror.state.complete and next(attempts) == 5
+    assert fetched(store, elsewhere) == saved.files()
+
+
 def test_a_job_must_end_although_the_store_hangs(rclone, saved):
     store = open_store("s3://bucket/x")
     saved.write("a", b"1")
@@ -197,6 +220,17 @@ def test_a_server_that_is_killed_during_a_fetch_must_be_waited_for(rclone, saved
     rclone.start()
     thread.join(300)
     assert elsewhere.files() == saved.files()
+
+
+def test_a_fetch_that_is_asked_to_stop_must_not_wait_for_the_end_of_an_outage():
+    attempts: list[StorageLost] = []
+
+    def fails() -> None:
+        raise StorageLost("down")
+
+    with pytest.raises(Stopped):
+        retry(fails, lambda: True, attempts.append)
+    assert len(attempts) == 1
 
 
 def test_a_fetch_must_fail_after_a_long_outage(rclone, saved, elsewhere, monkeypatch):

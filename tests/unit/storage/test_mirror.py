@@ -111,6 +111,35 @@ def test_only_the_newest_two_sets_must_be_kept(store, saved, elsewhere):
     assert [key.partition("=")[0] for key in sorted(there.objects)] == ["files/step-3.pt", "files/step-4.pt"]
 
 
+def test_a_file_that_is_uploaded_again_before_its_deletion_is_retried_must_be_kept(tmp_path, saved, elsewhere):
+    store = open_store(f"file://{tmp_path}/store")
+    mirror, delete = saved.mirror(store), store.delete
+
+    def fails_for_files(keys) -> None:
+        if keys[0].startswith("files/"):
+            raise StorageError("the connection was lost")
+        delete(keys)
+
+    store.delete = fails_for_files
+    for content in (b"1", b"2", b"3"):
+        saved.write("state.pt", content)
+        saved.write("step.pt", content * 2)
+        assert mirror.sync(never, final=True)
+    store.delete = delete
+    saved.write("state.pt", b"1")
+    assert mirror.sync(never, final=True)
+    assert fetched(store, elsewhere) == {"state.pt": b"1", "step.pt": b"33"}
+    assert len(contents(store).objects) == 3
+
+
+def test_a_file_that_is_too_large_for_the_usual_parts_must_be_copied_in_larger_ones(moto, monkeypatch):
+    monkeypatch.setattr("orchestrate.storage.store.MAX_PARTS", 2)
+    store = open_store(moto)
+    store.put_stream("big", 16 * MIB, iter([bytes(MIB)] * 16))
+    (version,) = store.versions()
+    assert version.size == 16 * MIB and '-2"' in version.tag  # as S3 marks objects of two parts
+
+
 def test_other_objects_below_the_prefix_must_be_left_alone(store, saved):
     store.put("files/photo.jpg", b"the user's")
     store.put("manifests/readme.txt", b"the user's")

@@ -1,17 +1,24 @@
 """Jobs with object stores, on a scripted engine."""
 
+import itertools
+import threading
+from types import SimpleNamespace
+
 import pytest
 from support.object_stores import Saved
 from support.recording import RecordingEngine
 from support.scripted import Job
 
+from orchestrate import console
 from orchestrate.errors import StorageError
 from orchestrate.files.folder import Folder
 from orchestrate.files.paths import JobPaths
 from orchestrate.job import events
 from orchestrate.job.recorder import Recorder
+from orchestrate.job.report import Copied
 from orchestrate.job.spec import JobSpec
-from orchestrate.storage.output import upload
+from orchestrate.storage.output import MAX_FAILURES, upload
+from orchestrate.storage.parallel import AT_ONCE
 from orchestrate.storage.store import open_store
 from orchestrate.supervise.stored import Stored
 from orchestrate.supervise.stores import Stores, prepare
@@ -43,6 +50,63 @@ def test_a_file_that_the_store_refuses_must_keep_no_other_from_being_copied(tmp_
     (job / "b#1").unlink()
     skipped = upload(store, Folder(job.parent, "job"), "j", done, lambda: False)
     assert set(skipped.values()) == {"its name has characters that cannot be printed"} and len(skipped) == 2
+
+
+def test_a_store_that_refuses_every_file_must_not_be_asked_for_all_of_them(tmp_path):
+    job = Saved(tmp_path / "run")
+    for number in range(100):
+        job.write(str(number), b"1")
+    store, asked = open_store(f"file://{tmp_path}/out"), []
+
+    def refuse(key: str, data: bytes) -> None:
+        asked.append(key)
+        raise StorageError("access denied")
+
+    store.put = refuse
+    with pytest.raises(StorageError, match="access denied"):
+        upload(store, job.folder, "j", set(), lambda: False)
+    assert MAX_FAILURES < len(asked) <= MAX_FAILURES + AT_ONCE
+
+
+@pytest.mark.parametrize(("patience", "stops"), [(0.1, itertools.repeat(0)), (3600.0, itertools.count())])
+def test_the_end_of_a_job_must_not_wait_forever_for_a_store_that_is_down(
+    tmp_path, monkeypatch, rclone, patience, stops
+):
+    """Until nothing has been copied for long, or the user asks to stop."""
+    monkeypatch.setattr("orchestrate.supervise.stored.NO_PROGRESS", patience)
+    rclone.kill()
+    job = Saved(tmp_path / "run")
+    job.write("last.pt", b"weights")
+    spec = JobSpec(checkpoints="s3://bucket/checkpoints", output="s3://bucket/output")
+    emit = Recorder(tmp_path / "events.jsonl")
+    stored = Stored(spec, JobPaths(tmp_path / "run"), lambda: next(stops), emit)
+    stored.begin()
+    copies: list[Copied] = []
+    phases: list[str] = []
+    ending = threading.Thread(target=lambda: copies.extend(stored.end(quiet=True)), daemon=True)
+    console.attach(SimpleNamespace(above=pytest.fail, phase=phases.append))
+    try:
+        ending.start()
+        ending.join(120)
+    finally:
+        console.attach(None)
+    emit.close()
+    assert [copy.what for copy in copies if copy.error] == ["checkpoints", "output"]
+    name = JobPaths(tmp_path / "run").root.name
+    assert phases[-3:] == ["", f"copying output to s3://bucket/output/{name}", ""]  # nothing stays on the screen
+
+
+def test_a_job_that_is_stopped_before_it_starts_must_not_fetch_its_checkpoints(tmp_path):
+    saved, job = Saved(tmp_path / "before"), Saved(tmp_path / "run")
+    saved.write("last.pt", b"weights")
+    spec = JobSpec(checkpoints=f"file://{tmp_path}/store")
+    saved.copy(open_store(spec.checkpoints))
+    emit = Recorder(tmp_path / "events.jsonl")
+    stored = Stored(spec, JobPaths(tmp_path / "run"), lambda: 1, emit)
+    stored.begin()
+    stored.end(quiet=False)
+    emit.close()
+    assert not emit.events and not job.files()
 
 
 def test_a_job_whose_nodes_may_still_write_must_not_be_copied_as_complete(tmp_path):

@@ -1,22 +1,28 @@
 """The picture of a running job: what it contains at any size, and what the live view does with a terminal."""
 
+import errno
 import io
+import math
+import os
 import re
+import sys
 from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 from support.plans import HERE, plan
 
+from orchestrate import console
 from orchestrate.job import events, store
 from orchestrate.job.outcomes import Activity, Outcome
 from orchestrate.job.spec import JobSpec
-from orchestrate.view.folded import PlainScreen
-from orchestrate.view.live import LiveScreen
+from orchestrate.view.folded import Folded, PlainScreen
+from orchestrate.view.live import MAX_LINES, LiveScreen, shown
 from orchestrate.view.progress import parse
 from orchestrate.view.render import picture, spark
-from orchestrate.view.state import View, clock
+from orchestrate.view.state import PACES, View, clock
 
+HIDE, SHOW = "\x1b[?25l", "\x1b[?25h"  # the cursor
 KEYS = "Ctrl-C stops the job; closing the terminal does not"
 TQDM = "Epoch 1:  45%|####5     | {}/270 [00:04<01:02,  2.00s/it, loss=0.25]"
 
@@ -104,6 +110,25 @@ def test_a_metric_of_the_script_must_not_be_replaced_by_one_of_that_name_in_its_
     assert drawn(state, 8.0)[0].endswith("  loss 0.125  acc 0.6")
 
 
+def test_only_the_first_metrics_and_the_last_events_must_be_shown():
+    state = view(1)
+    state.measure({"loss": 1.0, "acc": 2.0, "first": 3.0, "second": 4.0}, 4.0)
+    for number in range(10):
+        state.event(events.WarningIssued(f"warning {number}"), 5.0)
+    text = "\n".join(drawn(state, 6.0))
+    assert "loss 1  acc 2  first 3" in text and "second" not in text
+    assert re.findall("warning ([0-9])", text) == ["6", "7", "8", "9"]
+
+
+def test_a_pace_must_be_that_of_the_last_steps():
+    state = view(1)
+    for step in range(1, 101):
+        state.hear(0, parse(f"step {step}"), 1000.0 + step)
+    for step in range(1, 2 + PACES):
+        state.hear(0, parse(f"step {100 + step}"), 1100.0 + 2 * step)
+    assert state.ranks[0].pace == 2.0
+
+
 def steps(state: View, first: int, last: int) -> None:
     for step in range(first, last + 1):
         state.work.steps.take({"step": step})
@@ -175,7 +200,8 @@ def test_long_metrics_must_not_shorten_the_other_columns(width):
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(0, "0 s"), (59.9, "59 s"), (125, "2:05"), (3725, "1:02:05"), (-1, "0 s")]
+    ("seconds", "text"),
+    [(0, "0 s"), (59.9, "59 s"), (125, "2:05"), (3725, "1:02:05"), (-1, "0 s"), (math.inf, "277777:46:40")],
 )
 def test_durations_must_be_short(seconds, text):
     assert clock(seconds) == text
@@ -200,6 +226,108 @@ def test_a_line_of_status_must_be_printed_from_time_to_time(paths, capsys, monke
     (paths.shared / "metrics.jsonl").write_text('{"step": 200, "total_steps": 270, "loss": 0.125}\n')
     screen.refresh(dict)
     assert capsys.readouterr().err.startswith("a-1: step 200 of 270 (74%)")
+
+
+def test_only_the_end_of_long_metrics_must_be_read(paths, monkeypatch):
+    monkeypatch.setattr("orchestrate.view.folded.MAX_METRICS", 1000)
+    (paths.shared / "metrics.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in range(1000)))
+    screen = Folded(store.look(paths)[1], paths)
+    screen.catch_up({})
+    assert screen.view.lead.progress.step == 999
+
+
+class Terminal(io.StringIO):
+    """A terminal that may go away, and that does something when it is asked whether it is one."""
+
+    gone: OSError | None = None
+
+    def asked(self) -> None:
+        pass
+
+    def isatty(self) -> bool:
+        self.asked()
+        return True
+
+    def write(self, text: str) -> int:
+        if self.gone:
+            raise self.gone
+        return super().write(text)
+
+
+def attached(monkeypatch) -> Terminal:
+    """A terminal that messages go to; pytest would replace one that a fixture sets."""
+    found = Terminal()
+    monkeypatch.setattr(sys, "stderr", found)
+    monkeypatch.setenv("TERM", "xterm")
+    return found
+
+
+def printed(terminal: Terminal) -> list[str]:
+    return re.findall("line [0-9]+", terminal.getvalue())
+
+
+def test_all_lines_must_be_on_the_terminal_when_the_view_closes(paths, monkeypatch):
+    terminal = attached(monkeypatch)
+    with shown(store.look(paths)[1], paths, KEYS, str):
+        for number in range(2):
+            console.print_message(f"line {number}")
+    assert printed(terminal) == ["line 0", "line 1"]
+    assert terminal.getvalue().rindex(SHOW) > terminal.getvalue().rindex(HIDE)
+    later = attached(monkeypatch)
+    console.print_message("line 2")
+    assert printed(later) == ["line 2"]
+
+
+def test_a_line_that_is_printed_while_the_view_closes_must_be_on_the_terminal(paths, monkeypatch):
+    terminal = attached(monkeypatch)
+    with shown(store.look(paths)[1], paths, KEYS, str) as screen:
+
+        def close() -> None:
+            terminal.asked = Terminal().asked
+            console.attach(None)
+            screen.close()
+
+        terminal.asked = close
+        console.print_message("line 0")
+        assert printed(terminal) == ["line 0"]
+
+
+def test_many_lines_must_not_wait_for_the_next_picture_and_be_printed_once(paths, monkeypatch):
+    terminal = attached(monkeypatch)
+    with shown(store.look(paths)[1], paths, KEYS, str) as screen:
+        for number in range(MAX_LINES):
+            console.print_message(f"line {number}")
+        assert len(printed(terminal)) == MAX_LINES
+        screen.refresh(dict)
+    assert len(printed(terminal)) == MAX_LINES
+
+
+def test_a_job_must_go_on_without_its_terminal_and_keep_nothing_for_it(paths, monkeypatch):
+    terminal = attached(monkeypatch)
+    with shown(store.look(paths)[1], paths, KEYS, str) as screen:
+        terminal.gone = OSError(errno.EIO, "Input/output error")
+        for number in range(2 * MAX_LINES):
+            console.print_message(f"line {number}")
+        terminal.gone = None  # as if: what was kept would be printed now
+        screen.refresh(dict)
+    assert printed(terminal) == []
+
+
+def test_lines_must_be_printed_once_a_busy_terminal_takes_them(paths, monkeypatch):
+    terminal = attached(monkeypatch)
+    with shown(store.look(paths)[1], paths, KEYS, str) as screen:
+        console.print_message("line 0")
+        terminal.gone = BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+        screen.refresh(dict)
+        terminal.gone = None
+    assert printed(terminal) == ["line 0"]
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EAGAIN])
+def test_a_terminal_that_does_not_take_the_last_picture_must_not_end_the_job(paths, monkeypatch, number):
+    terminal = attached(monkeypatch)
+    with shown(store.look(paths)[1], paths, KEYS, str):
+        terminal.gone = OSError(number, os.strerror(number))
 
 
 def test_pictures_must_be_drawn_less_often_if_they_take_long(paths, monkeypatch):

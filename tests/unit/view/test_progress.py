@@ -9,7 +9,7 @@ from orchestrate.errors import UsageError
 from orchestrate.job.layers import read_set, resolve
 from orchestrate.job.logs import Follower
 from orchestrate.supervise.output import listen
-from orchestrate.view.progress import Progress, Reader, parse
+from orchestrate.view.progress import MAX_LINE, Progress, Reader, parse
 from orchestrate.view.screen import Screen
 
 
@@ -82,6 +82,13 @@ PATTERNS = {"loss": r"Loss: ([0-9,.]+)", "step": r"iteration (\d+)", "total_step
 )
 def test_patterns_of_the_job_must_replace_those_of_frameworks(line, expected):
     assert Reader(PATTERNS).parse(line) == expected
+
+
+@pytest.mark.parametrize("patterns", [{}, {"loss": "loss ([0-9.]+)"}], ids=["of frameworks", "of the job"])
+def test_only_the_end_of_a_long_line_must_be_searched(patterns):
+    parse = Reader(patterns).parse
+    assert parse("loss 0.5" + "x" * MAX_LINE) is None
+    assert parse("x" * MAX_LINE + " loss 0.5") == Progress(metrics={"loss": 0.5})
 
 
 def test_patterns_that_no_line_matches_must_be_known():
