@@ -188,6 +188,19 @@ def test_logs_must_follow_only_on_request_and_only_until_the_job_ends(do, paths,
         assert do("logs", "a-1", "--rank", "0", "-f")[1] == ["one", "two", "three"]
 
 
+def test_a_tail_must_be_followed_by_all_that_is_printed_later(do, paths, monkeypatch):
+    paths.log(0).write_text("one\ntwo\n")
+
+    def more() -> None:
+        with paths.log(0).open("a") as file:
+            file.write("three\nfour\n")
+        end(paths)
+
+    monkeypatch.setattr(waiting, "time", Meanwhile(more))
+    with supervised(paths.root):
+        assert do("logs", "a-1", "--rank", "0", "-f", "--tail", "1")[1] == ["two", "three", "four"]
+
+
 def test_followed_logs_must_be_printed_immediately(paths, tmp_path):
     paths.log(0).write_text("one\n")
     env = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"} | {"PYTHONPATH": str(ROOT)}

@@ -5,6 +5,7 @@ import threading
 from types import SimpleNamespace
 
 import pytest
+from support.commanded import create
 from support.object_stores import Saved
 from support.recording import RecordingEngine
 from support.scripted import Job
@@ -130,3 +131,16 @@ def test_a_job_whose_nodes_may_still_write_must_not_be_copied_as_complete(tmp_pa
 def test_each_store_of_a_job_must_answer_before_it_starts(rclone, spec):
     with pytest.raises(StorageError, match="s3://nowhere/x: the bucket does not exist"):
         prepare(spec)
+
+
+def test_no_secret_must_be_published_with_the_output_of_a_job(tmp_path):
+    spec = JobSpec(
+        output=(tmp_path / "out").as_uri(), env={"TOKEN": "canary-7"}, command=("a.py", "--token", "canary-7")
+    )
+    paths = create(JobPaths(tmp_path / "j-1"), spec)
+    assert "canary-7" in paths.spec.read_text()
+    emit = Recorder(paths.events, key=bytes(32))
+    Stored(spec, paths, lambda: 0, emit).publish()
+    emit.close()
+    published = {path.name: path.read_text() for path in (tmp_path / "out").rglob("*") if path.is_file()}
+    assert {"job.yaml", "plan.json"} <= published.keys() and "canary-7" not in "".join(published.values())
