@@ -68,7 +68,7 @@ def pytest_report_teststatus(report):
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    """Print why GPU tests were skipped; with `--durations`, also how long each file's tests took."""
+    """Print why GPU tests were skipped; with `--durations=N`, also the time of the N files that took longest."""
     skipped = collections.Counter(report.longrepr[2] for report in terminalreporter.stats.get("skipped (GPU)", ()))
     for reason, count in skipped.items():
         counted = "1 GPU test was" if count == 1 else f"{count} GPU tests were"
@@ -83,8 +83,8 @@ def pytest_terminal_summary(terminalreporter, config):
                 name = report.nodeid.partition("::")[0]
                 seconds[name] = seconds.get(name, 0) + report.duration
                 tests.setdefault(name, set()).add(report.nodeid)
-    terminalreporter.section("time per file, of which several run in parallel")
-    for name in sorted(seconds, key=lambda name: -seconds[name]):
+    terminalreporter.section("time of the slowest files, of which several run in parallel")
+    for name in sorted(seconds, key=lambda name: -seconds[name])[: config.option.durations or None]:
         terminalreporter.write_line(f"{seconds[name]:7.1f} s {len(tests[name]):5} tests  {name}")
 
 
