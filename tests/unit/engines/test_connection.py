@@ -357,3 +357,7 @@ def test_a_port_must_be_free_and_below_the_ephemeral_range(monkeypatch):
         monkeypatch.setattr(random, "sample", lambda *_: [used, used])
         with pytest.raises(EngineError, match="no free port"):
             free_port()
+
+
+def test_trying_a_socket_must_leave_nothing_in_the_folder(tmp_path):
+    assert sockets.possible(tmp_path) and not [*tmp_path.iterdir()]
