@@ -1,14 +1,7 @@
 """The app must reach its target accuracy, and save files that can be read again."""
 
-import json
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
-from support.mnist import write_mnist
-from support.repo import ROOT
 from torch.nn import functional as F
 
 from app import data
@@ -38,30 +31,3 @@ def test_the_digits_must_be_hard_for_a_linear_model(digits):
             optimizer.step()
     correct = model(data.normalised(test_images.unsqueeze(1)).flatten(1)).argmax(1) == test_labels
     assert 0.6 < correct.float().mean() < 0.92
-
-
-def train(tmp_path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Train in one process, without orchestrate."""
-    return subprocess.run(
-        [sys.executable, "-m", "app.train", "--data", str(tmp_path), *arguments],
-        cwd=ROOT,
-        env={key: value for key, value in os.environ.items() if key != "RANK"} | {"JOB_DIR": str(tmp_path / "job")},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-
-
-def test_the_original_mnist_files_must_be_read_from_a_folder(tmp_path):
-    write_mnist(tmp_path, 500)
-    done = train(tmp_path, "--dataset", "mnist", "--epochs", "1")
-    assert done.returncode == 0, done.stderr
-    (record,) = [line for line in (tmp_path / "job" / "metrics.jsonl").read_text().splitlines() if "epoch" in line][-1:]
-    assert json.loads(record)["step"] == 8  # 500 images, 64 at a time
-
-
-def test_a_folder_without_mnist_must_be_refused_without_a_download(tmp_path):
-    done = train(tmp_path, "--dataset", "mnist")
-    assert done.returncode == 1
-    assert f"error: no mnist in {tmp_path}: Dataset not found" in done.stderr
-    assert "hint: set --data to the folder" in done.stderr

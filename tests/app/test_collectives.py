@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from support.repo import ROOT
-from support.training import command, ok
+from support.training import ok
 
 from app import collectives, compare
 from app.job import Job
@@ -116,15 +116,3 @@ def test_compare_must_generate_its_data_before_timing_any_run(monkeypatch, tmp_p
     assert [float(width) for width in re.findall(r'<rect .*? width="(.*?)"', svg)] == [90, 72, 144, 288, 180, 360]
     assert [int(y) for y in re.findall(r'<rect x="120" y="(.*?)"', svg)] == [*range(30, 30 + 6 * 26, 26)]
     assert re.findall(r">([^<>]+)</text>", svg)[-2:] == ["ddp × 2", "400"] and 'height="196"' in svg
-
-
-def test_compare_must_put_the_strategies_side_by_side(mnist, tmp_path):
-    tail = command(mnist, "--epochs", "1", "--dtype", "float64")[3:]
-    script = [sys.executable, "-m", "app.compare", "--workers", "1", "--out", str(tmp_path), "--", *tail]
-    done = ok(subprocess.run(script, cwd=ROOT, capture_output=True, text=True, timeout=300))
-    rows = json.loads((tmp_path / "results.json").read_text())
-    assert [(row["strategy"], row["workers"]) for row in rows] == [("single", 1), ("dp", 1), ("manual", 1), ("ddp", 1)]
-    assert all(row["losses"] == pytest.approx(rows[0]["losses"], abs=1e-6, rel=0) for row in rows)
-    assert done.stdout == (tmp_path / "table.md").read_text()
-    assert done.stdout.splitlines()[0] == "| strategy | workers | seconds | samples/s | accuracy | speed-up |"
-    assert (tmp_path / "speed.svg").read_text().count("<rect") == 4

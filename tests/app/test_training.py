@@ -1,11 +1,9 @@
 """Mistakes that raise no error: which worker trains on which samples, with which gradients, and how a run resumes."""
 
 import json
-import os
 import pickle
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +11,6 @@ import torch
 from safetensors.torch import load_file
 from support.gangs import Gang
 from support.mnist import COUNT
-from support.repo import ROOT
 from support.training import command, here, ledger, losses, ok, same, weights
 from support.waiting import eventually
 from torch.nn import functional as F
@@ -21,14 +18,6 @@ from torch.nn import functional as F
 from app import checkpoint, data, shards
 from app.model import build
 from app.order import GlobalOrder, ShardOrder
-from orchestrate.engines.ports import free_port
-
-
-def run(mnist: Path, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run the app on the CPU, as a user starts it."""
-    env = {key: value for key, value in os.environ.items() if key != "RANK"}
-    env |= {"JOB_DIR": str(folder), "CUDA_VISIBLE_DEVICES": ""}  # more workers than a machine may have GPUs
-    return subprocess.run(command(mnist, *arguments), cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
 
 
 def gang(mnist: Path, folder: Path, workers: int, *arguments: str) -> Gang:
@@ -159,17 +148,6 @@ def test_shards_must_contain_every_sample_once_in_files_of_unequal_size(mnist, s
     assert torch.equal(images, data.load("mnist", mnist, download=False)[0])
 
 
-@pytest.mark.slow
-def test_training_from_shards_must_see_each_sample_once_and_each_worker_only_its_own(mnist, sharded, tmp_path):
-    ok(run(mnist, tmp_path, "--spawn", "3", "--dataset", f"shards:{sharded}", "--epochs", "1", "--ledger"))
-    seen = ledger(tmp_path)
-    assert sorted(sample for samples in seen.values() for sample in samples) == list(range(COUNT))
-    for rank in range(3):
-        entries = map(json.loads, (tmp_path / f"ledger-{rank}.jsonl").read_text().splitlines())
-        own = {sample for entry in entries for sample in entry["samples"]}
-        assert own == set(shards.Shards(sharded, "train", rank, 3).ids.tolist())
-
-
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -286,24 +264,6 @@ def test_a_strategy_for_one_process_must_refuse_two(mnist, tmp_path):
     done = train(mnist, tmp_path, 2, "--strategy", "single")
     assert done.returncode != 0
     assert "error: --strategy single runs in one process, not 2" in done.stderr
-
-
-@pytest.mark.slow
-def test_the_app_must_run_under_torchrun(mnist, tmp_path):
-    torchrun = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "2",
-        "--master-port",
-        str(free_port()),
-        "-m",
-    ]
-    arguments = command(mnist, "--epochs", "1")[2:]
-    env = os.environ | {"JOB_DIR": str(tmp_path), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    ok(subprocess.run([*torchrun, *arguments], cwd=ROOT, env=env, capture_output=True, text=True, timeout=300))
-    assert len(losses(tmp_path)) == 7
 
 
 def test_augmented_images_must_be_shifted_independently():

@@ -72,8 +72,6 @@ def test_a_node_must_have_the_same_limits_and_rights_as_on_one_machine(cli, swar
 
 ADDRESSES = {"MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "JOB_DIR", "JOB_ID"}
 ADDRESSES |= {"TORCHELASTIC_RUN_ID"}
-
-
 ON_EACH_ENGINE = ("--trainers", "2", "--gpus", "none", "--set", "env.OMP_NUM_THREADS=1")  # or cores would differ
 
 
