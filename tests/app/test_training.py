@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from support.gangs import Gang
 from support.mnist import COUNT
+from support.pairs import pairs
 from support.training import command, here, ledger, losses, ok, same, weights
 from support.waiting import eventually
 from torch.nn import functional as F
@@ -40,8 +41,7 @@ def single(mnist, tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["manual", "ddp"])
-@pytest.mark.parametrize("workers", [2, 3, 4])
+@pytest.mark.parametrize(("workers", "strategy"), pairs([2, 3, 4], ["ddp", "manual"]))
 def test_workers_together_must_match_a_single_process_and_see_each_sample_once(
     mnist, single, tmp_path, strategy, workers
 ):
@@ -192,7 +192,7 @@ def kept(mnist, tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("step", [5, 7, 12])  # inside an epoch, at its end, inside the next
+@pytest.mark.parametrize("step", [5, 7, pytest.param(12, marks=pytest.mark.exhaustive)])  # in an epoch, at its end
 def test_a_run_that_was_killed_and_resumed_must_equal_an_uninterrupted_one(mnist, kept, tmp_path, step):
     killed = tmp_path / "killed"  # of three workers: sums of two do not depend on the order
     killed_at(mnist, killed, step, *RESUMED)
