@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import re
+import sys
 from typing import Any, NoReturn
 
 from orchestrate.errors import UsageError
@@ -50,6 +51,11 @@ class Parser(argparse.ArgumentParser):
             hint = f"use --set {key}=VALUE" if key in FIELDS else suggestion(flag, command.flags(), command.prog)
             raise UsageError(f"{parsed.command}: {kind} {shown(unknown[0])}", hint)
         return parsed
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """Print the help or the version, unless stdout and stderr are closed, for which Python raises before 3.11.4."""
+        if file or sys.stderr:
+            super()._print_message(message, file)
 
     def flags(self) -> list[str]:
         """Return the names of all options."""
