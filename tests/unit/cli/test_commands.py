@@ -27,12 +27,6 @@ from orchestrate.job.spec import JobSpec
 from orchestrate.supervise import output
 from orchestrate.supervise.generation import BY_MAX_RUN, BY_USER
 
-
-@pytest.fixture
-def engine(do):
-    return do.engine
-
-
 # --- finding a job
 
 

@@ -27,11 +27,6 @@ def runs(tmp_path):
     return tmp_path / "runs"
 
 
-@pytest.fixture
-def engine(do):
-    return do.engine
-
-
 # --- a job
 
 

@@ -22,11 +22,6 @@ from orchestrate.job.spec import JobSpec
 from orchestrate.supervise.generation import BY_USER
 
 
-@pytest.fixture
-def engine(do):
-    return do.engine
-
-
 def test_stop_with_dry_run_must_only_show_what_it_would_remove(do, paths, engine):
     engine.things = ["container one", "network two"]
     assert do("stop", "a-1", "--dry-run") == (0, ["container one", "network two"], [])

@@ -17,11 +17,6 @@ def runs(tmp_path):
     return tmp_path / "runs"
 
 
-@pytest.fixture
-def engine(do):
-    return do.engine
-
-
 # --- a cluster
 
 

@@ -55,7 +55,7 @@ def test_folders_of_other_users_must_be_listed_once_and_not_opened(tmp_path, mon
     name, opened, listed = f"orchestrate-{os.geteuid()}", [], []
     (tmp_path / name).touch()
     for number in range(100):
-        (tmp_path / f"{name}-{number}").symlink_to("elsewhere")  # links are not folders, whoever owns them
+        (tmp_path / f"{name}-{number}").symlink_to("elsewhere")  # a link is not a folder, whoever owns it
     if os.getuid() == 0:
         for number in range(100, 200):
             (tmp_path / f"{name}-{number}").mkdir(mode=0o700)
