@@ -10,15 +10,19 @@ from orchestrate.cli.arguments import parse
 from orchestrate.cli.find import resolve_runs
 from orchestrate.cli.options import module, quiet
 from orchestrate.cli.table import COMMANDS
+from orchestrate.clock import SYSTEM, Clock
 from orchestrate.console import print_message
 from orchestrate.errors import OrchestrateError, UsageError
 from orchestrate.files import bounded, log_file
 
 
-def main(argv: list[str]) -> int:
-    """Run a command and return its exit code. Flushes all output, since the process ends without cleanup."""
+def main(argv: list[str], clock: Clock = SYSTEM) -> int:
+    """Run a command and return its exit code. Flushes all output, since the process ends without cleanup.
+
+    Commands wait on `clock`, the attribute of their arguments.
+    """
     console.prepare()
-    code = _run_guarded(argv)
+    code = _run_guarded(argv, clock)
     bounded.end()
     if failure := console.finish():
         print_message(f"error: could not write all output: {failure}")
@@ -27,10 +31,10 @@ def main(argv: list[str]) -> int:
     return code
 
 
-def _run_guarded(argv: list[str]) -> int:
+def _run_guarded(argv: list[str], clock: Clock) -> int:
     """Run a command; report errors and return the exit code."""
     try:
-        return _command(argv)
+        return _command(argv, clock)
     except OrchestrateError as error:
         print_message(f"error: {error}")
         if error.hint:
@@ -48,9 +52,9 @@ def _run_guarded(argv: list[str]) -> int:
         return errors.FAILED
 
 
-def _command(argv: list[str]) -> int:
+def _command(argv: list[str], clock: Clock) -> int:
     args, script = parse(argv)
-    args.script = script
+    args.script, args.clock = script, clock
     with log_file.shown("debug" if args.verbose else os.environ.get("LOGLEVEL", "")):
         return _dispatch(args)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import time
 from collections.abc import Iterator
 from typing import NoReturn
 
@@ -34,7 +33,7 @@ def rounds(args: argparse.Namespace, paths: JobPaths) -> Iterator[bool]:
         if not running:
             return
         console.flush()
-        time.sleep(0.1)
+        args.clock.sleep(0.1)
 
 
 def unsupervised(paths: JobPaths) -> NoReturn:

@@ -6,12 +6,12 @@ import dataclasses
 import logging
 import selectors
 import socket
-import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
+from orchestrate.clock import Clock
 from orchestrate.engines.base import Stop
 from orchestrate.engines.connection import ANSWER_TIMEOUT, NodeConnection
 from orchestrate.errors import EngineError, EngineLost, UsageError
@@ -33,6 +33,7 @@ class Access(Protocol):
     """How to reach the nodes of a session."""
 
     spec: JobSpec
+    clock: Clock
     secrets: str  # folder in nodes for secret files
 
     def connect(self, node: str) -> NodeConnection | None:
@@ -64,6 +65,7 @@ class NodeClients:
         with rank and node of each lost worker.
         """
         self.access, self.warn, self.heard, self.lost = access, warn, heard, lost
+        self.clock = access.clock
         self.selector = selectors.DefaultSelector()
         self.connections: dict[str, NodeConnection] = {}  # by node
         self.generation = -1
@@ -149,7 +151,7 @@ class NodeClients:
             self.ask(set(self.running.values()), STATUS_TIMEOUT)
             return self.broadcast(protocol.Dump())
         for worker in self.queued:
-            self._record_exit(worker.rank, TERMINATED_EXIT_CODE, time.time())
+            self._record_exit(worker.rank, TERMINATED_EXIT_CODE, self.clock.time())
         self.queued = []
         self.broadcast(protocol.Stop(kill=how is Stop.KILL))
 
@@ -161,7 +163,7 @@ class NodeClients:
         """Mark workers as lost with their nodes."""
         for rank in [rank for rank in ranks if rank in self.running]:
             self.lost(rank, self.running[rank])
-            self._record_exit(rank, LOST_EXIT_CODE, time.time())
+            self._record_exit(rank, LOST_EXIT_CODE, self.clock.time())
 
     # --- nodes
 
@@ -189,22 +191,22 @@ class NodeClients:
     def wait_until_warm(self, nodes: Iterable[str], patience: float) -> bool:
         """Wait until nodes have imported the modules for workers; return False after `patience` seconds."""
         self.connect(nodes := list(nodes))
-        deadline = time.monotonic() + patience
+        deadline = self.clock.monotonic() + patience
         while True:
             states = self.ask(nodes, STATUS_TIMEOUT)
             if len(states) == len(nodes) and not any(state.importing for state in states.values()):
                 return True
-            if time.monotonic() > deadline:
+            if self.clock.monotonic() > deadline:
                 return False
-            time.sleep(0.05)
+            self.clock.sleep(0.05)
 
     def clean(self, nodes: Iterable[str]) -> set[str]:
         """Clean up nodes for another job; return those without confirmation, where processes of the job may remain."""
         nodes, self.cleaned = set(nodes), set()
         self.connect(nodes)
         self.broadcast(protocol.Clean())
-        deadline = time.monotonic() + ANSWER_TIMEOUT
-        while (nodes & self.connections.keys()) - self.cleaned and time.monotonic() < deadline:
+        deadline = self.clock.monotonic() + ANSWER_TIMEOUT
+        while (nodes & self.connections.keys()) - self.cleaned and self.clock.monotonic() < deadline:
             self.listen(0.1)
         return nodes - self.cleaned
 
@@ -212,8 +214,8 @@ class NodeClients:
         """Return the status of each node that responds within `patience` seconds."""
         self.statuses = {}
         asked = {node for node in nodes if self._send(node, protocol.GetStatus())}
-        deadline = time.monotonic() + patience
-        while (asked & self.connections.keys()) - self.statuses.keys() and time.monotonic() < deadline:
+        deadline = self.clock.monotonic() + patience
+        while (asked & self.connections.keys()) - self.statuses.keys() and self.clock.monotonic() < deadline:
             self.listen(0.1)
         return self.statuses
 
@@ -241,9 +243,9 @@ class NodeClients:
 
         All nodes at once: one that accepts connections but sends nothing uses the whole time limit.
         """
-        deadline = time.monotonic() + NODE_EXIT_TIMEOUT
+        deadline = self.clock.monotonic() + NODE_EXIT_TIMEOUT
         while nodes:
-            alive = {node for node in nodes if time.monotonic() < deadline and self.access.runs(node)}
+            alive = {node for node in nodes if self.clock.monotonic() < deadline and self.access.runs(node)}
             self.mark_lost(rank for node in nodes - alive for rank in self.on(node))
             self.connect(alive)
             states = dict(self.ask(alive))
@@ -251,7 +253,7 @@ class NodeClients:
                 self.mark_lost([rank for rank in self.on(node) if not self.update_worker(rank, state)])
             nodes = alive - states.keys()
             if nodes:
-                time.sleep(0.02)
+                self.clock.sleep(0.02)
 
     def update_worker(self, rank: int, state: protocol.Status) -> bool:
         """Update a worker from a node's status; return False if the node does not know it."""
@@ -260,7 +262,7 @@ class NodeClients:
             return False
         if name in state.codes:
             self.exit_hints[rank] = state.hints.get(name, "")
-            self._record_exit(rank, state.codes[name], time.time(), use=_use(state, rank))
+            self._record_exit(rank, state.codes[name], self.clock.time(), use=_use(state, rank))
         elif pid := state.running[name]["pid"]:
             self.pids[rank] = pid
         return True
@@ -309,7 +311,7 @@ class NodeClients:
                 self.refused.add(node)
                 self.warn(f"{node} refused a request: {protocol.reason(report.error)}")
             for rank in [rank for rank in self.on(node) if rank not in self.pids]:
-                self._record_exit(rank, FAILED_TO_START, time.time(), asked=False)
+                self._record_exit(rank, FAILED_TO_START, self.clock.time(), asked=False)
         elif not isinstance(report, protocol.Started | protocol.Ended) or report.generation != self.generation:
             return  # from an earlier generation
         elif self.running.get(report.rank) != node:

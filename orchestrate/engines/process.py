@@ -12,11 +12,11 @@ import socket
 import struct
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from orchestrate.clock import SYSTEM, Clock
 from orchestrate.console import during
 from orchestrate.engines import check_cache, sockets, venv
 from orchestrate.engines.base import SWARMS, JobState, Observed, Stop, ignoring, never
@@ -70,8 +70,8 @@ class ProcessEngine:
 
     name = "process"
 
-    def __init__(self) -> None:
-        self.state = private.temporary()
+    def __init__(self, clock: Clock = SYSTEM) -> None:
+        self.state, self.clock = private.temporary(), clock
 
     def prepare(self, spec: JobSpec, run: Path) -> None:
         """Install the job's packages in a virtual environment; raises ResourceError if that fails."""
@@ -113,7 +113,7 @@ class ProcessEngine:
 
     def open(self, spec: JobSpec, plan: Plan, run: Path, warn: Callable[[str], None]) -> ProcessSession:
         """Open the session of a job; raises EngineError if it has no key."""
-        return ProcessSession(self.state / plan.project, spec, plan, run, warn)
+        return ProcessSession(self.state / plan.project, spec, plan, run, warn, self.clock)
 
     def jobs(self) -> list[JobState]:
         """List the jobs whose nodes listen."""
@@ -128,25 +128,28 @@ class ProcessEngine:
     def resources(self, job_id: str) -> list[str]:
         """Describe the listening nodes and the folder of their sockets."""
         folder = self.state / job_id
-        nodes = [f"process {pid} ({path.stem})" for path, pid in _listening_nodes(folder)]
+        nodes = [f"process {pid} ({path.stem})" for path, pid in _listening_nodes(folder, self.clock)]
         return [*nodes, *([f"folder {folder}"] if folder.exists() else [])]
 
     def memory(self, job_id: str) -> int:
         """Return the memory of the nodes and their processes; memory that they share counts once."""
-        return sum(map(_memory, _family({pid for _, pid in _listening_nodes(self.state / job_id)})))
+        return sum(map(_memory, _family({pid for _, pid in _listening_nodes(self.state / job_id, self.clock)})))
 
     def remove(self, job_id: str, grace: float) -> None:
         """Stop the listening nodes of a job."""
-        _stop_nodes([_Node(path, pid) for path, pid in _listening_nodes(self.state / job_id)], grace)
+        nodes = [_Node(path, pid) for path, pid in _listening_nodes(self.state / job_id, self.clock)]
+        _stop_nodes(nodes, grace, self.clock)
         shutil.rmtree(self.state / job_id, ignore_errors=True)
 
 
 class ProcessSession:
     """The node processes of one job."""
 
-    def __init__(self, folder: Path, spec: JobSpec, plan: Plan, run: Path, warn: Callable[[str], None]) -> None:
+    def __init__(
+        self, folder: Path, spec: JobSpec, plan: Plan, run: Path, warn: Callable[[str], None], clock: Clock
+    ) -> None:
         """`folder` contains the sockets, and `run` the job's files; raises EngineError if the job has no key."""
-        self.folder, self.spec, self.run, self.key = folder, spec, run, key_of(run)
+        self.folder, self.spec, self.run, self.key, self.clock = folder, spec, run, key_of(run), clock
         self.secrets, self.workdir = str(folder / "secrets"), plan.placement.cwd
         self.cwd = plan.placement.code
         self.persistent = bool(plan.placement.cluster)  # whether the nodes outlive the job
@@ -167,11 +170,11 @@ class ProcessSession:
             started = [self._spawn(name, plan) for name in missing]
         except OSError as error:
             raise EngineError(f"cannot start a node: {error}") from None
-        deadline = time.monotonic() + 60
+        deadline = self.clock.monotonic() + 60
         while not all(_listener_pid(node.path) for node in started):
-            if time.monotonic() > deadline or stopped() or not all(node.alive() for node in started):
+            if self.clock.monotonic() > deadline or stopped() or not all(node.alive() for node in started):
                 raise EngineError("a node did not start", f"to see why, run: RANK=0 {self.python} {NODE} -c pass")
-            time.sleep(0.01)
+            self.clock.sleep(0.01)
 
     def _spawn(self, name: str, plan: Plan) -> _Node:
         path = self.folder / f"{name}.sock"
@@ -241,19 +244,19 @@ class ProcessSession:
 
     def discard(self, nodes: Iterable[str]) -> None:
         """Kill nodes, with their workers."""
-        _stop_nodes([self.nodes[name] for name in nodes], 0, (signal.SIGKILL,))
+        _stop_nodes([self.nodes[name] for name in nodes], 0, self.clock, (signal.SIGKILL,))
 
     def down(self, grace: float, stopped: Callable[[], bool] = never) -> None:
         """Stop the nodes with all their processes; clean up the nodes of a cluster."""
         shutil.rmtree(self.secrets, ignore_errors=True)
         if self.persistent:
             return self.discard(self.clients.clean(self.nodes))
-        _stop_nodes(list(self.nodes.values()), grace)
+        _stop_nodes(list(self.nodes.values()), grace, self.clock)
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _find_nodes(self) -> None:
         """Find the listening nodes of the job."""
-        for path, pid in _listening_nodes(self.folder):
+        for path, pid in _listening_nodes(self.folder, self.clock):
             if path.stem not in self.nodes or not self.nodes[path.stem].alive():
                 self.nodes[path.stem] = _Node(path, pid)
 
@@ -286,12 +289,12 @@ class ProcessSession:
         return protocol.Start([*command], env, inherit=False, cwd=self.workdir or self.cwd)
 
 
-def _listening_nodes(folder: Path) -> Iterator[tuple[Path, int]]:
+def _listening_nodes(folder: Path, clock: Clock) -> Iterator[tuple[Path, int]]:
     """Yield sockets and process IDs of a job's nodes; waits for nodes that do not listen yet."""
     for lock in sorted(folder.glob("*.lock")):
-        path, deadline = lock.with_suffix(".sock"), time.monotonic() + LISTEN_TIMEOUT
-        while not (pid := _listener_pid(path)) and _is_locked(lock) and time.monotonic() < deadline:
-            time.sleep(0.01)
+        path, deadline = lock.with_suffix(".sock"), clock.monotonic() + LISTEN_TIMEOUT
+        while not (pid := _listener_pid(path)) and _is_locked(lock) and clock.monotonic() < deadline:
+            clock.sleep(0.01)
         if pid:
             yield path, pid
 
@@ -345,12 +348,14 @@ def _listener_pid(path: Path) -> int:
         return int(struct.unpack("i", probe.getsockopt(0, 2, 4))[0])  # SOL_LOCAL, LOCAL_PEERPID of macOS
 
 
-def _stop_nodes(nodes: list[_Node], grace: float, signals: Iterable[int] = (signal.SIGTERM, signal.SIGKILL)) -> None:
+def _stop_nodes(
+    nodes: list[_Node], grace: float, clock: Clock, signals: Iterable[int] = (signal.SIGTERM, signal.SIGKILL)
+) -> None:
     """Stop nodes: SIGTERM, then SIGKILL after `grace` seconds."""
-    deadline = time.monotonic() + grace + 1
+    deadline = clock.monotonic() + grace + 1
     for number in signals:
         for node in filter(_Node.alive, nodes):
             node.signal(number)
-        while any(node.alive() for node in nodes) and time.monotonic() < deadline:
-            time.sleep(0.02)
+        while any(node.alive() for node in nodes) and clock.monotonic() < deadline:
+            clock.sleep(0.02)
         deadline += 1

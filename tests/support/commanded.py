@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from orchestrate.cli.main import main
+from orchestrate.clock import SYSTEM, Clock
 from orchestrate.engines import choice
 from orchestrate.engines.base import JobState
 from orchestrate.files import records
@@ -62,13 +63,14 @@ class Commands:
 
     def __init__(self, runs: Path, monkeypatch, capsys) -> None:
         self.runs, self.capsys, self.engine = runs, capsys, Whole()
+        self.clock: Clock = SYSTEM
         monkeypatch.setattr(choice, "available_engines", lambda: [self.engine])
         monkeypatch.setattr(choice, "select_engine", lambda spec: self.engine)
 
     def __call__(self, *arguments: object) -> tuple[int, list[str], list[str]]:
         """Run a command; return its exit code and the lines of stdout and stderr."""
         split = arguments.index("--") if "--" in arguments else len(arguments)
-        code = main([*map(str, (*arguments[:split], "--runs", self.runs, *arguments[split:]))])
+        code = main([*map(str, (*arguments[:split], "--runs", self.runs, *arguments[split:]))], self.clock)
         out, err = self.capsys.readouterr()
         return code, out.splitlines(), err.splitlines()
 
@@ -127,6 +129,8 @@ class Meanwhile:
 
     def time(self) -> float:
         return 0.0
+
+    monotonic = time
 
 
 SPEC = JobSpec(trainers=2, grace=0.01, command=("-m", "app.train"))

@@ -2,6 +2,7 @@
 
 import socket
 
+from orchestrate.clock import SYSTEM
 from orchestrate.engines.clients import NodeClients
 from orchestrate.engines.connection import NodeConnection
 from orchestrate.job.plan import Plan, WorkerPlan
@@ -44,7 +45,7 @@ class Node:
 class Reached:
     """Connects an engine to the fake nodes."""
 
-    spec, secrets = JobSpec(), "/run/secrets"
+    spec, clock, secrets = JobSpec(), SYSTEM, "/run/secrets"
 
     def __init__(self, nodes: "Nodes") -> None:
         self.nodes = nodes

@@ -12,7 +12,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
 
-from orchestrate.engines.swarm import manager, objects, session
+from orchestrate import clock as clocks
 from orchestrate.engines.swarm.manager import Manager
 from orchestrate.engines.swarm.objects import SwarmJob
 from orchestrate.job.spec import JobSpec
@@ -39,9 +39,9 @@ def host(number: int, cpus: int = 4, gpus: int = 0, state: str = "ready", availa
     }
 
 
-def settled(run: Path, spec: JobSpec) -> SwarmJob:
+def settled(run: Path, spec: JobSpec, clock: clocks.Clock = clocks.SYSTEM) -> SwarmJob:
     """A job `j` with a network and a key."""
-    job = SwarmJob(Manager(), spec, plan(spec, HERE, "j"), run, KEY)
+    job = SwarmJob(Manager(clock), spec, plan(spec, HERE, "j"), run, KEY)
     job.prepare()
     return job
 
@@ -248,9 +248,6 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[StubManager]:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+def clock() -> Clock:
     """A clock that advances only while the Swarm engine waits."""
-    instance = Clock()
-    for module in (manager, objects, session):
-        monkeypatch.setattr(module, "time", instance)
-    return instance
+    return Clock()

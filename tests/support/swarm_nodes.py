@@ -33,7 +33,9 @@ def three_nodes(clock: Clock, run: Path) -> Iterator[FakeSession]:
     """A job with three healthy nodes: t0 and t1 are the trainers, t2 is the master."""
     records.make(run.parent, ends.KEY)
     warned: list[str] = []
-    session = cast(FakeSession, SwarmEngine().open(SPEC, job(), run, warned.append))
+    engine = SwarmEngine()
+    engine.manager.clock = clock
+    session = cast(FakeSession, engine.open(SPEC, job(), run, warned.append))
     session.swarm.prepare()
     session.warned = warned
     session.have_code = {"t0", "t1", "t2"}

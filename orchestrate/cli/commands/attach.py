@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import signal
-import time
 
 from orchestrate.cli import find, options, result, signals, waiting, watch
 from orchestrate.cli.follow import Following
@@ -70,4 +69,4 @@ def _follow(args: argparse.Namespace, paths: JobPaths, spec: JobSpec, follower: 
             if bar := following.printing.bar():
                 progress(bar, shown.show)
             if running:
-                time.sleep(INTERVAL)
+                args.clock.sleep(INTERVAL)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
-import time
 from typing import TYPE_CHECKING
 
 from orchestrate import errors
 from orchestrate.cli import find, options, removal, signals
 from orchestrate.cli.parser import Parser
+from orchestrate.clock import Clock
 from orchestrate.console import print_message
 from orchestrate.errors import OrchestrateError
 from orchestrate.files import lock, records
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     if store.ended(paths) and not resources and not lock.holder(paths):
         print_message(f"{name} has already ended")
         return errors.SUCCEEDED
-    _ask_to_stop(paths)
+    _ask_to_stop(paths, args.clock)
     resources = removal.resources(engines, name)
     if resources or not store.ended(paths):
         print_message(f"{name} has no supervisor: removing its nodes")
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     return errors.SUCCEEDED
 
 
-def _ask_to_stop(paths: JobPaths) -> None:
+def _ask_to_stop(paths: JobPaths, clock: Clock) -> None:
     """Ask a job's supervisor to stop it, and return once it has no supervisor."""
     attempts = 0
     while supervisor := lock.holder(paths):
@@ -68,10 +68,10 @@ def _ask_to_stop(paths: JobPaths) -> None:
                     f"{paths.lock} is locked by a process that cannot be verified as its supervisor",
                     "run stop where the job was started: in the same container, as the same user",
                 )
-            time.sleep(0.1)
+            clock.sleep(0.1)
             continue
         while lock.holder(paths) == supervisor:
-            time.sleep(0.1)
+            clock.sleep(0.1)
 
 
 def _stop_unsupervised(paths: JobPaths, resources: list[tuple[Engine, str]]) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from orchestrate import console, errors
 from orchestrate.cli import find, options, waiting
 from orchestrate.cli.parser import Parser
+from orchestrate.clock import Clock
 from orchestrate.errors import OrchestrateError, UsageError
 from orchestrate.files import lock
 from orchestrate.files.paths import JobPaths
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     state = Top(plan, spec.cpus or len(plan.inventory.cores) or 1)
     live = console.replaces(sys.stdout) and not args.once
     with contextlib.suppress(KeyboardInterrupt), full_screen(state) if live else contextlib.nullcontext() as draw:
-        for count in samples(paths, state):
+        for count in samples(paths, state, args.clock):
             if draw:
                 draw()
             elif count == 2:
@@ -54,9 +54,9 @@ def run(args: argparse.Namespace) -> int:
     return errors.SUCCEEDED
 
 
-def samples(paths: JobPaths, state: Top) -> Iterator[int]:
+def samples(paths: JobPaths, state: Top, clock: Clock) -> Iterator[int]:
     """Take samples until the job ends; yield their number so far. Raises OrchestrateError if there are none."""
-    count, deadline, has_gpus = 0, time.monotonic() + TIMEOUT, bool(state.plan.gpus)
+    count, deadline, has_gpus = 0, clock.monotonic() + TIMEOUT, bool(state.plan.gpus)
     while not store.ended(paths):
         if not lock.holder(paths) and not store.ended(paths):
             waiting.unsupervised(paths)
@@ -68,9 +68,9 @@ def samples(paths: JobPaths, state: Top) -> Iterator[int]:
                 state.take_gpus(gpus.utilization())
             count += 1
             yield count
-        elif count < 2 and time.monotonic() > deadline:
+        elif count < 2 and clock.monotonic() > deadline:
             raise OrchestrateError(
                 f"the supervisor of {paths.root.name} does not report what its workers use",
                 "try again once they have started",
             )
-        time.sleep(INTERVAL / 2)
+        clock.sleep(INTERVAL / 2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import time
 
 from orchestrate.cli import find, options, result, waiting
 from orchestrate.cli.parser import Parser
@@ -24,5 +23,5 @@ def run(args: argparse.Namespace) -> int:
         while not (data := store.ended(paths)):
             if not lock.holder(paths) and not store.ended(paths):
                 waiting.unsupervised(paths)
-            time.sleep(0.1)
+            args.clock.sleep(0.1)
     return result.exit_code(data)

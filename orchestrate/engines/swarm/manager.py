@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
+from orchestrate.clock import SYSTEM, Clock
 from orchestrate.engines.base import JobState
 from orchestrate.engines.docker import labels
 from orchestrate.engines.docker.client import Daemon, name_of
@@ -28,8 +28,9 @@ ApiObject = dict[str, Any]  # a host or a task, as in the Engine's API
 class Manager:
     """The Swarm manager that the user's `docker` command uses."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock = SYSTEM) -> None:
         """Connect; raises EngineError if the engine is not a manager."""
+        self.clock = clock  # also of sessions
         self.daemon = Daemon()
         self.client, self.api = self.daemon.client, self.daemon.client.api
         self.info: ApiObject = self.daemon.info
@@ -104,14 +105,14 @@ class Manager:
 
     def remove(self, job_id: str, grace: float) -> None:
         """Remove everything with the job's label, and wait until Swarm has released it; raises EngineError."""
-        deadline = time.monotonic() + grace + NETWORK_RELEASE_TIMEOUT
+        deadline = self.clock.monotonic() + grace + NETWORK_RELEASE_TIMEOUT
         stuck = ""
         while True:
             objects, tasks, _ = self.objects(job_id), self.tasks(job_id), self.hosts()
             waiting = [task for task in tasks if self.answers(task)]
             if not objects and not waiting:
                 break
-            if time.monotonic() > deadline:
+            if self.clock.monotonic() > deadline:
                 left = [name for _, name, _ in objects] + [f"{task['Name']} on {self.host(task)}" for task in waiting]
                 stuck = stuck or f"could not remove {', '.join(left)}"
                 raise EngineError(stuck, f"python -m orchestrate stop {job_id}")
@@ -123,7 +124,7 @@ class Manager:
                     raise
                 except EngineError as error:  # for example because another container uses it
                     stuck = str(error)
-            time.sleep(0.1)
+            self.clock.sleep(0.1)
         if away := [self.host(task) for task in tasks if task["Status"]["State"] == "running"]:
             hosts = ", ".join(sorted(set(away)))
             raise EngineError(f"could not remove {pluralize(len(away), 'node')} on hosts that are down: {hosts}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 from pathlib import Path
 
 from docker.models.containers import Container
@@ -142,10 +141,10 @@ class SwarmJob:
         """
         if more <= 0:
             return
-        count, deadline = len(self.tasks()) + more, time.monotonic() + PLACEMENT_TIMEOUT
+        count, deadline = len(self.tasks()) + more, self.manager.clock.monotonic() + PLACEMENT_TIMEOUT
         self._scale(role, more)
-        while time.monotonic() < deadline and sum("NodeID" in task for task in self.tasks()) < count:
-            time.sleep(0.02)  # two services that are placed at the same time may share a host
+        while self.manager.clock.monotonic() < deadline and sum("NodeID" in task for task in self.tasks()) < count:
+            self.manager.clock.sleep(0.02)  # two services that are placed at the same time may share a host
 
     def _scale(self, role: str, more: int) -> None:
         name = f"{self.project}-{role}"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 from collections.abc import Callable, Iterable
 from concurrent import futures
 from pathlib import Path
@@ -59,7 +58,7 @@ class SwarmSession:
 
     def __init__(self, manager: Manager, spec: JobSpec, plan: Plan, run: Path, warn: Callable[[str], None]) -> None:
         """`run` contains the job's files; raises EngineError if the job has no key."""
-        self.warn, self.key, self.manager, self.spec = warn, key_of(run), manager, spec
+        self.warn, self.key, self.manager, self.spec, self.clock = warn, key_of(run), manager, spec, manager.clock
         self.swarm = SwarmJob(manager, spec, plan, run, self.key)
         self.persistent = bool(plan.placement.cluster)  # whether the nodes outlive the job
         self.shared = bool(spec.volume)  # whether all hosts share the job folder
@@ -86,7 +85,7 @@ class SwarmSession:
     def up(self, plan: Plan, stopped: Callable[[], bool] = never) -> None:
         """Start nodes that are missing, replace unhealthy ones, and send them the code."""
         self.swarm.prepare()
-        began = time.monotonic()
+        began = self.clock.monotonic()
         found = self._update_nodes()
         old = {task["ID"] for task in self.swarm.tasks() if ended(task)}
         there = {name for name, task in self.nodes.items() if name in found or is_starting(task)}
@@ -94,14 +93,14 @@ class SwarmSession:
             self.swarm.scale(role, wanted - sum(name.startswith(role) for name in there))
         self.swarm.connect()
         while len(found) < len(plan.nodes):
-            late = time.monotonic() - began > PENDING_TIMEOUT
+            late = self.clock.monotonic() - began > PENDING_TIMEOUT
             why = self.swarm.refusal(old, impatient=late)
             if why and (late or not self.swarm.replace(old)):
                 raise EngineError(*why)
             pulls = any(is_starting(task) and task["Status"]["State"] == "preparing" for task in self.nodes.values())
-            if stopped() or time.monotonic() - began > (PULL_TIMEOUT if pulls else START_TIMEOUT):
+            if stopped() or self.clock.monotonic() - began > (PULL_TIMEOUT if pulls else START_TIMEOUT):
                 raise EngineError(f"{len(plan.nodes) - len(found)} of {len(plan.nodes)} nodes did not start")
-            time.sleep(0.1)
+            self.clock.sleep(0.1)
             found = self._update_nodes()
         self._send_code(Path(plan.placement.code), found)
 
@@ -134,8 +133,8 @@ class SwarmSession:
         self.first = plan.workers[0].node
         if self.sync:
             self.sync.close()
-        while {task for task, until in self.lease_ends.items() if time.monotonic() < until} - self.swarm.dead():
-            time.sleep(0.2)  # an older generation may still run on a node that is cut off
+        while {task for task, until in self.lease_ends.items() if self.clock.monotonic() < until} - self.swarm.dead():
+            self.clock.sleep(0.2)  # an older generation may still run on a node that is cut off
         self.lease_ends, self.asked = {}, {}
         self._update_nodes()
         self._send_files(plan.workers)
@@ -151,11 +150,11 @@ class SwarmSession:
         if exits and self.sync and not self.clients.running:
             self.sync.catch_up(LAST_LINES_TIMEOUT)
             self._complete_logs()
-        if self.clients.running and time.monotonic() - self.last_listed > LIST_INTERVAL:
-            self.last_listed = time.monotonic()
+        if self.clients.running and self.clock.monotonic() - self.last_listed > LIST_INTERVAL:
+            self.last_listed = self.clock.monotonic()
             self._check_nodes()
         self._warn()
-        now = time.monotonic()
+        now = self.clock.monotonic()
         silent = [node for node in self.clients.running.values() if now - self.asked.get(node, now) > SILENT_AFTER]
         return Observed(exits, self.clients.starting(), dict.fromkeys(silent, "silent"))  # Swarm reports them later
 
@@ -166,10 +165,10 @@ class SwarmSession:
             self.clients.drop(node)
         for node, since in list(self.asked.items()):
             # Swarm has not reported the host: only the nodes' network is cut.
-            if time.monotonic() - since > HOST_DOWN_TIMEOUT:
+            if self.clock.monotonic() - since > HOST_DOWN_TIMEOUT:
                 self._abandon(node)
         self.clients.broadcast(protocol.GetStatus())  # serves as a heartbeat
-        self.asked = dict.fromkeys(self.clients.connections, time.monotonic()) | self.asked
+        self.asked = dict.fromkeys(self.clients.connections, self.clock.monotonic()) | self.asked
 
     def activity(self) -> dict[int, Activity]:
         """Report what the running workers are doing."""
@@ -182,16 +181,16 @@ class SwarmSession:
         hint = self.clients.exit_hints.get(end.rank)
         if hint is not None:  # its node is alive, or reported that it ends
             return {"cut off": Reason.HOST_LOST, "ending": Reason.NODE_STOPPED}.get(hint)
-        deadline = time.monotonic() + HOST_DOWN_TIMEOUT
+        deadline = self.clock.monotonic() + HOST_DOWN_TIMEOUT
         while True:
             task = self.swarm.look().get(node)
             if task and (not self.manager.answers(task) or task["ID"] in self.abandoned):
                 return Reason.HOST_LOST
             if not task or not is_healthy(task):
                 return Reason.NODE_LOST
-            if node in self.clients.connections or time.monotonic() > deadline:
+            if node in self.clients.connections or self.clock.monotonic() > deadline:
                 return None if node in self.clients.connections else Reason.HOST_LOST
-            time.sleep(0.2)
+            self.clock.sleep(0.2)
 
     def stop(self, how: Stop) -> None:
         """Stop all workers."""
@@ -221,8 +220,8 @@ class SwarmSession:
         known = set(self.clients.connections)
         # Swarm takes four seconds to end a task, two of them idle.
         self.clients.broadcast(protocol.End())
-        deadline = time.monotonic() + grace + NODE_END_TIMEOUT
-        while known & self._update_nodes().keys() and time.monotonic() < deadline:
+        deadline = self.clock.monotonic() + grace + NODE_END_TIMEOUT
+        while known & self._update_nodes().keys() and self.clock.monotonic() < deadline:
             self.clients.listen(0.1)
         for node in list(self.clients.connections):
             self.clients.drop(node)
@@ -245,13 +244,14 @@ class SwarmSession:
 
     def _heard(self, node: str) -> None:
         self.asked.pop(node, None)
-        self.last_heard[node] = time.monotonic()
+        self.last_heard[node] = self.clock.monotonic()
 
     def _lost(self, rank: int, node: str) -> None:
         """Record that the last lines of a worker may be missing, and until when it may still run on its host."""
         self.lost[rank] = node
         if node in self.nodes:
-            self.lease_ends[self.nodes[node]["ID"]] = self.last_heard.get(node, time.monotonic()) + LEASE_OVER_AFTER
+            heard = self.last_heard.get(node, self.clock.monotonic())
+            self.lease_ends[self.nodes[node]["ID"]] = heard + LEASE_OVER_AFTER
 
     def _task_id(self, node: str) -> str:
         """Return the id of a node's task when last listed."""

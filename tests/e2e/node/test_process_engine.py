@@ -22,6 +22,8 @@ from support.processes import MARK, environ, gone, processes
 from support.scripted import Clock
 from support.waiting import eventually
 
+from orchestrate.clock import SYSTEM
+from orchestrate.clock import Clock as AnyClock
 from orchestrate.engines import process
 from orchestrate.engines.base import JobState
 from orchestrate.engines.process import ProcessEngine, ProcessSession
@@ -46,13 +48,14 @@ class Nodes:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.state, self.run = folder, folder / "s", folder / "run"
+        self.clock: AnyClock = SYSTEM
         (self.run / "logs").mkdir(parents=True)
         records.make(folder, KEY)
         self.sessions: list[ProcessSession] = []
 
     def shell(self) -> ProcessEngine:
         """A new engine, as in another shell."""
-        engine = ProcessEngine()
+        engine = ProcessEngine(self.clock)
         engine.state = self.state
         return engine
 
@@ -187,8 +190,7 @@ def test_up_must_fail_immediately_if_a_node_dies_or_the_job_is_stopped(nodes, mo
 def test_up_must_time_out_if_a_node_does_not_listen(nodes, monkeypatch):
     monkeypatch.setattr(process, "NODE", nodes.folder / "node.py")
     (nodes.folder / "node.py").write_text("import signal\nsignal.pause()\n")
-    clock = Clock()
-    monkeypatch.setattr(process, "time", clock)
+    nodes.clock = clock = Clock()
     began = clock.now
     with pytest.raises(EngineError, match="a node did not start"):
         nodes.up()
@@ -264,7 +266,8 @@ def test_only_workers_of_a_dead_node_must_be_killed_with_their_child_processes(n
 
 
 @pytest.mark.parametrize("how", ["down", "remove"])
-def test_workers_must_get_the_grace_period_to_end(nodes, monkeypatch, how):
+def test_workers_must_get_the_grace_period_to_end(nodes, how):
+    nodes.clock = FastClock()
     engine = nodes.up()
     nodes.start(
         engine,
@@ -272,33 +275,34 @@ def test_workers_must_get_the_grace_period_to_end(nodes, monkeypatch, how):
         "open('listens', 'w')\nwhile True: signal.pause()\n",
     )
     eventually(lambda: engine.wait(0.01).exits or (nodes.folder / "listens").exists())
-    monkeypatch.setattr(process, "time", FastClock())
     engine.down(3000.0) if how == "down" else nodes.shell().remove("j", 3000.0)
     assert (nodes.folder / "saved").exists()
     assert not (nodes.state / "j").exists()
     eventually(lambda: not engine.alive())
 
 
-def test_a_node_must_be_terminated_first_and_killed_if_it_does_not_end(tmp_path, monkeypatch):
-    monkeypatch.setattr(process, "time", FastClock())
+LISTENS = """import os, signal, socket
+name = os.environ["NODE_SOCKET"]
+signal.signal(15, signal.SIG_IGN if "stubborn" in name else lambda *_: os._exit(5))
+with socket.socket(socket.AF_UNIX) as server:
+    server.bind(name)
+    server.listen()
+    while True:
+        signal.pause()
+"""
 
-    def child(action: str) -> process._Node:
-        started = subprocess.Popen(["sh", "-c", f"trap '{action}' TERM; echo; while :; do sleep 0.01; done"], stdout=-1)
-        assert started.stdout
-        with started.stdout:
-            started.stdout.readline()
-        return process._Node(tmp_path / "s", started.pid, started)
 
-    obedient, stubborn, killed = child("exit 5"), child(""), child("exit 5")
-    process._stop_nodes([obedient, stubborn], 0.0)
-    assert [not_none(node.child).returncode for node in (obedient, stubborn)] == [5, -signal.SIGKILL]
-    obedient.signal(0)  # no error, although it is gone
-    records.make(tmp_path, KEY)
-    engine = ProcessEngine().open(SPEC, plan(SPEC, HERE, "j"), tmp_path / "run", lambda warning: None)
-    engine.nodes = {"killed": killed}
-    engine.discard(["killed"])
-    assert not_none(killed.child).returncode == -signal.SIGKILL
-    engine.clients.selector.close()
+def test_a_node_must_be_terminated_first_and_killed_if_it_does_not_end(nodes, monkeypatch):
+    monkeypatch.setattr(process, "NODE", nodes.folder / "node.py")
+    (nodes.folder / "node.py").write_text(LISTENS)
+    nodes.clock = FastClock()
+    engine = nodes.session()
+    engine.up(dataclasses.replace(nodes.plan(), nodes=("obedient", "stubborn", "discarded")))
+    children = {name: not_none(node.child) for name, node in engine.nodes.items()}
+    engine.discard(["discarded"])
+    engine.down(0.0)
+    codes = {name: child.wait() for name, child in children.items()}
+    assert codes == {"obedient": 5, "stubborn": -signal.SIGKILL, "discarded": -signal.SIGKILL}
 
 
 # --- from another shell
@@ -327,35 +331,46 @@ def test_jobs_must_list_only_jobs_whose_nodes_listen(nodes):
 # --- nodes that are starting
 
 
+def locked(lock: Path) -> bool:
+    with lock.open() as file, contextlib.suppress(BlockingIOError):
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return False
+    return True
+
+
 def test_a_node_must_hold_its_lock_as_long_as_it_lives(nodes):
     engine = nodes.up()
     lock = nodes.state / "j" / "master.lock"
-    assert process._is_locked(lock)
+    assert locked(lock)
     os.kill(pids(engine)["master"], signal.SIGKILL)
-    eventually(lambda: not process._is_locked(lock))
-    assert not process._is_locked(lock.with_name("none.lock"))
+    eventually(lambda: not locked(lock))
 
 
-def test_a_node_that_was_started_but_does_not_listen_yet_must_be_awaited(tmp_path, monkeypatch):
-    clock, lock, path = Clock(), tmp_path / "n.lock", tmp_path / "n.sock"
-    monkeypatch.setattr(process, "time", clock)
-    began = clock.now
+def test_a_node_that_was_started_but_does_not_listen_yet_must_be_awaited(nodes):
+    nodes.clock = clock = Clock()
+    shell, folder, began = nodes.shell(), nodes.state / "j", clock.now
+    lock, path = folder / "n.lock", folder / "n.sock"
+    folder.mkdir(parents=True)
     lock.touch()
-    assert list(process._listening_nodes(tmp_path)) == [] and clock.now == began  # no node is starting
+    only = [f"folder {folder}"]
+    assert shell.resources("j") == only and clock.now == began  # no node is starting
     with lock.open() as shared, lock.open() as held, socket.socket(socket.AF_UNIX) as server:
         fcntl.flock(shared, fcntl.LOCK_SH)  # another orchestrator that checks the lock
-        assert not process._is_locked(lock)
+        assert shell.resources("j") == only and clock.now == began
         fcntl.flock(shared, fcntl.LOCK_UN)
         fcntl.flock(held, fcntl.LOCK_EX)
-        assert list(process._listening_nodes(tmp_path)) == []
+        assert shell.resources("j") == only
         assert 9 < clock.now - began < 11
         sleep = clock.sleep
-        monkeypatch.setattr(
-            clock,
-            "sleep",
-            lambda seconds: (sleep(seconds), path.exists() or (server.bind(str(path)), server.listen())),
-        )
-        assert list(process._listening_nodes(tmp_path)) == [(path, os.getpid())]
+
+        def listen(seconds: float) -> None:
+            sleep(seconds)
+            if not path.exists():
+                server.bind(str(path))
+                server.listen()
+
+        clock.sleep = listen
+        assert shell.resources("j") == [f"process {os.getpid()} (n)", *only]
 
 
 def test_text_that_the_locale_cannot_encode_must_be_refused_before_nodes_start(nodes, monkeypatch):

@@ -15,8 +15,7 @@ from support.repo import ROOT
 from support.scripted import ALL_WELL
 from support.waiting import eventually
 
-from orchestrate.cli import signals, waiting
-from orchestrate.cli.commands import attach, wait
+from orchestrate.cli import signals
 from orchestrate.cli.main import main
 from orchestrate.doctor import checks
 from orchestrate.engines import choice
@@ -142,8 +141,8 @@ def test_wait_must_not_miss_an_end_between_two_checks(do, paths, monkeypatch):
     assert do("wait", "a-1") == (0, [], [])
 
 
-def test_wait_must_wait_for_the_end(do, paths, monkeypatch):
-    monkeypatch.setattr(wait, "time", Meanwhile(lambda: end(paths, "failed")))
+def test_wait_must_wait_for_the_end(do, paths):
+    do.clock = Meanwhile(lambda: end(paths, "failed"))
     with supervised(paths.root):
         assert do("wait", "a-1") == (1, [], [])
 
@@ -168,7 +167,7 @@ def test_logs_of_a_rank_without_output_must_say_so(do, paths):
     assert do("logs", "a-1") == (0, [], ["no output of any rank"])
 
 
-def test_logs_must_follow_only_on_request_and_only_until_the_job_ends(do, paths, monkeypatch):
+def test_logs_must_follow_only_on_request_and_only_until_the_job_ends(do, paths):
     paths.log(0).write_text("one\ntw")
     with supervised(paths.root):
         assert do("logs", "a-1", "--rank", "0")[1] == ["one", "tw"]
@@ -178,11 +177,11 @@ def test_logs_must_follow_only_on_request_and_only_until_the_job_ends(do, paths,
                 file.write("o\nthree\n")
             end(paths)
 
-        monkeypatch.setattr(waiting, "time", Meanwhile(more))
+        do.clock = Meanwhile(more)
         assert do("logs", "a-1", "--rank", "0", "-f")[1] == ["one", "two", "three"]
 
 
-def test_a_tail_must_be_followed_by_all_that_is_printed_later(do, paths, monkeypatch):
+def test_a_tail_must_be_followed_by_all_that_is_printed_later(do, paths):
     paths.log(0).write_text("one\ntwo\n")
 
     def more() -> None:
@@ -190,7 +189,7 @@ def test_a_tail_must_be_followed_by_all_that_is_printed_later(do, paths, monkeyp
             file.write("three\nfour\n")
         end(paths)
 
-    monkeypatch.setattr(waiting, "time", Meanwhile(more))
+    do.clock = Meanwhile(more)
     with supervised(paths.root):
         assert do("logs", "a-1", "--rank", "0", "-f", "--tail", "1")[1] == ["two", "three", "four"]
 
@@ -209,12 +208,12 @@ def test_followed_logs_must_be_printed_immediately(paths, tmp_path):
             process.kill()
 
 
-def test_attach_must_follow_a_job_from_its_last_lines_to_its_end(do, paths, monkeypatch):
+def test_attach_must_follow_a_job_from_its_last_lines_to_its_end(do, paths):
     paths.log(0).write_text("".join(f"line {number}\n" for number in range(1000)))
     ticks = iter(
         [lambda: paths.log(1).write_text("one\ntw"), lambda: (paths.log(1).write_text("one\ntwo"), end(paths))]
     )
-    monkeypatch.setattr(attach, "time", Meanwhile(lambda: next(ticks)()))
+    do.clock = Meanwhile(lambda: next(ticks)())
     with supervised(paths.root) as other:
         code, out, err = do("attach", "a-1")
     assert code == 0 and len(err) == 3
@@ -232,7 +231,7 @@ def test_attach_must_show_all_that_was_printed_before_the_end(do, paths, monkeyp
         paths.log(1).write_text("".join(f"line {number}\n" for number in range(3000)))
         end(paths)
 
-    monkeypatch.setattr(attach, "time", Meanwhile(finish))
+    do.clock = Meanwhile(finish)
     with supervised(paths.root):
         code, out, _ = do("attach", "a-1")
     assert code == 0 and out == [f"[1] line {number}" for number in range(3000)]
@@ -252,7 +251,7 @@ def test_attach_must_follow_if_another_supervisor_was_faster_and_ctrl_c_must_onl
 ):
     holder, calls = lock.holder, []
     monkeypatch.setattr(lock, "holder", lambda of: holder(of) if calls else calls.append(of))
-    monkeypatch.setattr(attach, "time", Meanwhile(lambda: end(paths)))
+    do.clock = Meanwhile(lambda: end(paths))
     with supervised(paths.root):
         code, _, err = do("attach", "a-1")
     assert code == 0 and engine.calls == []
@@ -367,12 +366,11 @@ def test_each_ctrl_c_and_sigterm_must_count_but_not_a_lost_terminal(capsys):
 
 
 @pytest.mark.parametrize("arguments", [["attach", "a-1"], ["logs", "a-1", "-f"], ["wait", "a-1"]], ids=" ".join)
-def test_ctrl_c_must_detach_from_a_job_and_say_that_it_continues(do, paths, monkeypatch, arguments):
+def test_ctrl_c_must_detach_from_a_job_and_say_that_it_continues(do, paths, arguments):
     def interrupt() -> None:
         raise KeyboardInterrupt
 
-    for module in (attach, wait, waiting):
-        monkeypatch.setattr(module, "time", Meanwhile(interrupt))
+    do.clock = Meanwhile(interrupt)
     with supervised(paths.root):
         code, _, err = do(*arguments)
     assert (code, err[-1]) == (130, "detached; a-1 is still running")

@@ -11,7 +11,6 @@ from support.commanded import Meanwhile, Whole, create, end, noted, runs_elsewhe
 from support.optional import not_none
 from support.scripted import ALL_WELL
 
-from orchestrate.cli.commands import stop
 from orchestrate.engines import choice
 from orchestrate.errors import EngineError, OrchestrateError
 from orchestrate.files import lock
@@ -102,7 +101,7 @@ def test_a_supervisor_that_ends_before_it_is_asked_must_not_fail_the_stop(do, pa
 
 
 def test_stop_must_not_signal_a_process_that_may_not_be_a_supervisor_and_must_report_it(do, paths, monkeypatch):
-    monkeypatch.setattr(stop, "time", Meanwhile(lambda: None))
+    do.clock = Meanwhile(lambda: None)
     monkeypatch.setattr(lock, "holder", lambda _: lock.Supervisor(0, ""))
     code, _, err = do("stop", "a-1")
     assert code == 1

@@ -5,7 +5,7 @@ import os
 
 import pytest
 from rich.console import Console
-from support.commanded import end, supervised
+from support.commanded import Meanwhile, end, supervised
 from support.plans import HERE, plan
 
 from orchestrate.job import gpus, usage
@@ -93,6 +93,22 @@ def test_a_link_must_not_be_followed(paths, tmp_path):
     paths.usage_asked.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(OSError, match="symbolic"):
         usage.ask(paths)
+
+
+def test_a_supervisor_must_be_asked_as_long_as_the_command_runs(do, paths):
+    turns = []
+
+    def later() -> None:
+        assert usage.asked(paths)
+        os.utime(paths.usage_asked, (0, 0))  # as after ten seconds
+        turns.append(0)
+        if len(turns) > 2:
+            usage.write(paths, {0: Activity("R", len(turns), 1 << 30)})
+
+    do.clock = Meanwhile(later)
+    with supervised(paths.root):
+        code, out, _ = do("top", "a-1")
+    assert code == 0 and "1 GiB" in "".join(out) and len(turns) == 4
 
 
 def test_a_job_that_has_ended_or_reports_nothing_must_be_an_error(do, paths, monkeypatch):

@@ -244,7 +244,7 @@ def test_the_activity_of_workers_must_be_what_their_nodes_report_now(nodes, monk
     nodes.fakes["node-0"].knows(running={"0": idle, "3": {**idle, "state": ""}})
     nodes.fakes["node-1"].knows(running={"1": {"pid": 8, "state": "R", "cpu": 0.0}})
     clock, listen = Clock(), nodes.listen
-    monkeypatch.setattr(clients, "time", clock)
+    nodes.clock = clock
     monkeypatch.setattr(nodes, "listen", lambda timeout: (listen(0), clock.sleep(timeout)))
     began = clock.now
     assert nodes.activity() == {0: Activity("S", 1.5), 1: Activity("R", 0.0)}

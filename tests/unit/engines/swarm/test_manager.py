@@ -68,6 +68,7 @@ def test_only_hosts_that_take_nodes_must_count(stub, constraints, fit):
 
 def test_nodes_on_a_host_that_is_down_must_not_be_waited_for(clock, tmp_path, monkeypatch):
     swarm, began = Manager.__new__(Manager), clock.now
+    swarm.clock = clock
     swarm.known = {"h": {"ID": "h", "Status": {"State": "down"}, "Description": {"Hostname": "host-3"}}}
     task = {"Name": "trainer-1", "NodeID": "h", "Status": {"State": "running"}}
     found = {"jobs": list, "objects": lambda _: [], "tasks": lambda _: [task], "hosts": dict}
@@ -93,9 +94,9 @@ def paths(tmp_path):
 
 
 @pytest.fixture
-def managed(stub, paths):
+def managed(stub, paths, clock):
     """The objects of the job in the Swarm, with its network."""
-    return settled(paths.shared, JobSpec(trainers=2))
+    return settled(paths.shared, JobSpec(trainers=2), clock)
 
 
 @pytest.mark.parametrize(("encrypt", "options"), [(False, {}), (True, {"encrypted": ""})])
@@ -257,7 +258,7 @@ def test_the_removal_of_an_object_in_use_must_be_retried_and_its_failure_reporte
 
 def test_a_task_that_does_not_end_must_be_reported_with_its_host(stub, managed, clock, monkeypatch):
     start_nodes(managed)
-    later = Manager()  # in the process that removes the job later
+    later = Manager(clock)  # in the process that removes the job later
     monkeypatch.setattr(manager, "NETWORK_RELEASE_TIMEOUT", 0.3)
     tasks = [stub.tasks[0]]
     monkeypatch.setattr(stub, "delete", lambda kind, number: (StubManager.delete(stub, kind, number), keep()))

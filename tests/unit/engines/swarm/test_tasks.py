@@ -11,9 +11,9 @@ from orchestrate.job.spec import JobSpec
 
 
 @pytest.fixture
-def managed(stub, tmp_path):
+def managed(stub, tmp_path, clock):
     """The objects of the job `j` in the Swarm, with its network."""
-    return settled(tmp_path, SPEC)
+    return settled(tmp_path, SPEC, clock)
 
 
 @pytest.mark.parametrize(
