@@ -16,8 +16,7 @@ run: $(VENV)/.$(NEEDS)
 lint: $(VENV)/.test
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
-	$(VENV)/bin/mypy
-	$(VENV)/bin/mypy --config-file tests/mypy.ini tests
+	$(VENV)/bin/mypy --config-file tests/mypy.ini tests & $(VENV)/bin/mypy; code=$$?; wait $$! && exit $$code
 
 # Lint, types, and the tests that start no node and no engine: in minutes, before each commit.
 check: lint
