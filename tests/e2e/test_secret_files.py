@@ -1,7 +1,9 @@
 """Secrets that workers get as files, and where their values must not be."""
 
 import json
+import re
 import textwrap
+from pathlib import Path
 
 import pytest
 from support.leaks import leaks
@@ -46,7 +48,7 @@ def test_workers_must_get_secrets_as_files_and_nothing_else_must_contain_them(se
 
 @pytest.mark.docker
 def test_secret_files_must_be_in_memory_hidden_from_the_engine_and_gone_after_the_job(secret, docker_engine):
-    assert secret("up", "--trainers", "1", "--gpus", "none").returncode == 0
+    assert secret("up", "--trainers", "1", "--gpus", "none", "--set", "warm=false").returncode == 0
     try:
         done = secret("run", *OPTIONS, "reads.py", HF_TOKEN=CANARY)
         assert done.returncode == 0 and "at /run/secrets/CERT" in done.stdout, done.stderr
@@ -59,6 +61,16 @@ def test_secret_files_must_be_in_memory_hidden_from_the_engine_and_gone_after_th
         assert nodes
     finally:
         assert secret("down", "cluster").returncode == 0
+
+
+def test_secret_files_must_be_gone_after_a_job_on_local_processes_that_stay_up(secret, nothing_left):
+    up = ("up", "--engine", "process", "--trainers", "1", "--gpus", "none", "--set", "warm=false")
+    cluster = secret(*up).stdout.strip()
+    done = secret("run", "--engine", "process", *OPTIONS, "reads.py", HF_TOKEN=CANARY)
+    assert (done.returncode, f", on {cluster}\n" in done.stderr) == (0, True), done.stderr
+    (cert,) = set(re.findall("^at (.*)$", secret.log(0) + secret.log(1), re.M))
+    assert cluster in cert and not Path(cert).exists()
+    assert secret("down", cluster).returncode == 0
 
 
 def test_a_resumed_job_must_get_its_secrets_again(secret, nothing_left):

@@ -146,7 +146,8 @@ def test_an_invalid_number_of_nodes_must_be_refused(layer, why):
 
 
 def test_a_variable_must_come_from_the_flag_or_from_the_shell(do, monkeypatch):
-    monkeypatch.setenv("HERE", "of the shell")
+    for name in ("HERE", "NONE"):
+        monkeypatch.setenv(name, "of the shell")
     do.engine.generations = [[ALL_WELL]]
     arguments = ["-e", "HERE", "--env", "A=b=c", "-eNONE=", "--memory", "2g", "--cpus", "1.5", "--trainers", "2"]
     assert do("run", "--gpus", "none", *arguments, "--", "-m", "app.train")[0] == 0

@@ -1,7 +1,7 @@
 """What a job that is resumed knows of the time before; on a scripted engine."""
 
 from support.recording import RecordingEngine
-from support.scripted import ALL_WELL, Job
+from support.scripted import ALL_WELL, Clock, Job
 
 from orchestrate.job import events
 from orchestrate.job.history import History
@@ -10,7 +10,7 @@ from orchestrate.job.recorder import Recorder
 from orchestrate.job.spec import JobSpec
 
 
-def test_a_resumed_job_must_have_its_restart_budget_again(tmp_path, monkeypatch):
+def test_a_resumed_job_must_have_its_restart_budget_again(tmp_path):
     failure = [[[WorkerExit(1, 1)]], [[WorkerExit(0, 1)]]]
     job = Job(tmp_path)
     spec = JobSpec(trainers=2, grace=0.01, max_restarts=1)
@@ -36,25 +36,25 @@ def test_the_time_limit_must_count_from_the_resumption(job):
     assert 180 < job.when("outcome_decided")[-1] < 200
 
 
-def test_time_between_end_and_resumption_must_not_count(tmp_path, monkeypatch):
-    path, clock = tmp_path / "events.jsonl", [1000.0]
-    monkeypatch.setattr("time.time", lambda: clock[0])
-    monkeypatch.setattr("time.monotonic", lambda: clock[0])
+def test_time_between_end_and_resumption_must_not_count(tmp_path):
+    path, clock = tmp_path / "events.jsonl", Clock()
     for event, passes in [
         (events.SupervisorStarted("j"), 7),
         (events.JobEnded(Outcome.FAILED, ""), 500),
         (events.JobResumed(), 3),
+        (events.JobEnded(Outcome.FAILED, ""), 90),
+        (events.JobResumed(), 4),
         (events.SupervisorStarted("j"), 2),
     ]:
-        emit = Recorder(path)
+        emit = Recorder(path, clock=clock)
         emit(event)
         emit.close()
-        clock[0] += passes
-    emit = Recorder(path)
-    assert [event.seconds for event in emit.events] == [0, 7, 7, 10]
-    assert emit.seconds() == 12
+        clock.sleep(passes)
+    emit = Recorder(path, clock=clock)
+    assert [event.seconds for event in emit.events] == [0, 7, 7, 10, 10, 14]
+    assert emit.seconds() == 16
     emit.close()
-    assert History(emit.events).since == 7
+    assert History(emit.events).since == 10
 
 
 def test_the_state_of_a_resumed_job_must_know_what_came_before():

@@ -110,6 +110,35 @@ def test_a_job_that_is_stopped_before_it_starts_must_not_fetch_its_checkpoints(t
     assert not emit.events and not job.files()
 
 
+def test_the_files_of_a_job_that_was_stopped_must_be_copied(tmp_path):
+    job = Saved(tmp_path / "run")
+    job.write("last.pt", b"weights")
+    spec = JobSpec(checkpoints=f"file://{tmp_path}/store", output=f"file://{tmp_path}/output")
+    emit = Recorder(tmp_path / "events.jsonl")
+    stops = [0]
+    stored = Stored(spec, JobPaths(tmp_path / "run"), lambda: stops[0], emit)
+    stored.begin()
+    stops[0] = 1  # only a second request ends the copying
+    copies = stored.end(quiet=True)
+    emit.close()
+    assert [(copy.what, copy.files, copy.error) for copy in copies] == [("checkpoints", 1, ""), ("output", 1, "")]
+    assert [path.read_bytes() for path in (tmp_path / "output").rglob("last.pt")] == [b"weights"]
+
+
+def test_checkpoints_that_are_in_the_store_already_must_not_count_as_missing(tmp_path):
+    """For example, the job is resumed although it had done all steps."""
+    saved, job = Saved(tmp_path / "before"), Saved(tmp_path / "run")
+    saved.write("last.pt", b"weights")
+    spec = JobSpec(checkpoints=f"file://{tmp_path}/store")
+    saved.copy(open_store(spec.checkpoints))
+    emit = Recorder(tmp_path / "events.jsonl")
+    stored = Stored(spec, JobPaths(tmp_path / "run"), lambda: 0, emit)
+    stored.begin()
+    (copy,) = stored.end(quiet=True)
+    emit.close()
+    assert (copy.files, copy.error) == (0, "") and job.files() == {"last.pt": b"weights"}
+
+
 def test_a_job_whose_nodes_may_still_write_must_not_be_copied_as_complete(tmp_path):
     """Waiting for the end of writing would take as long as they write."""
     job = Saved(tmp_path / "run")

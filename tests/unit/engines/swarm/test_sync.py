@@ -49,6 +49,15 @@ def test_a_file_that_is_replaced_while_it_is_fetched_must_be_copied_in_its_new_v
     assert [path.name for path in folder.iterdir()] == ["state.pt"]  # and no partial file
 
 
+def test_what_was_written_last_must_be_copied_last(folder, synced):
+    """For example, a manifest after the data that it names: the node may be lost at any moment."""
+    node = FakeNode()
+    node.files = {"manifest": b"a, b", "b": b"2", "a": b"1"}
+    node.times = {"manifest": 30, "b": 20, "a": 10}
+    assert synced(master=node).catch_up(20)
+    assert node.requests == ["a", "b", "manifest"]
+
+
 def test_a_file_with_a_long_name_must_be_copied(folder, synced):
     node = FakeNode()
     node.files = {"x" * 250: b"1", f"{'x' * 249}y": b"2"}
