@@ -8,11 +8,13 @@ ENGINES = {"process": "process", "docker": pytest.param("docker", marks=pytest.m
 
 
 def pytest_generate_tests(metafunc):
-    """Run a test on each engine if it is about what engines do differently, otherwise on one: Docker, if it runs."""
+    """Run a test on both engines if they differ in what it tests, otherwise on one: Docker, if it runs and matters."""
     if "engine" not in metafunc.fixturenames:
         return
-    one = "docker" if DOCKER_REQUIRED or docker_answers() else "process"
-    each = metafunc.config.option.all or metafunc.definition.get_closest_marker("each_engine")
+    marked = metafunc.definition.get_closest_marker
+    docker = not marked("any_engine") and (DOCKER_REQUIRED or docker_answers())
+    one = "docker" if docker else "process"
+    each = metafunc.config.option.all or marked("each_engine")
     metafunc.parametrize("engine", ENGINES.values() if each else [ENGINES[one]], indirect=True)
 
 

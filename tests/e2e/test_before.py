@@ -16,13 +16,13 @@ PREPARE = textwrap.dedent("""
     sys.exit(7 * (folder / "broken").exists())
 """)
 WORK = textwrap.dedent("""
-    import os, pathlib, sys
+    import os, pathlib, sys, time
     folder = pathlib.Path(os.environ["JOB_DIR"])
     first = int(os.environ["RANK"]) // 2 * 2
     print("found", (folder / f"prepared-{first}").read_text())
     (folder / f"started-{os.environ['RANK']}").touch()
     while len([*folder.glob("started-*")]) < int(os.environ["WORLD_SIZE"]):
-        pass  # a failure would end commands of other nodes, which run again then
+        time.sleep(0.01)  # a failure would end commands of other nodes, which run again then
     sys.exit(os.environ["TORCHELASTIC_RESTART_COUNT"] == "0")
 """)
 
@@ -45,6 +45,18 @@ def test_each_node_must_run_the_command_once_before_its_workers_also_across_rest
     assert "preparing for rank 2 /" in prepared.log(2)  # variables are expanded
 
 
+@pytest.mark.any_engine
+def test_each_job_on_the_same_nodes_must_run_its_own_command(prepared, engine):
+    cluster = prepared("up", "--engine", engine, *OPTIONS, "--set", "warm=false").stdout.strip()
+    for name in ("one", "two"):
+        before = ("--name", name, "--set", f"before=[python, prepare.py, {name}]")
+        done = prepared("run", "--engine", engine, *OPTIONS, *before, "work.py")
+        assert (done.returncode, f", on {cluster}\n" in done.stderr) == (0, True), done.stderr
+        assert f"preparing for rank 2 {name}\n" in done.stdout
+    assert prepared("down", cluster).returncode == 0
+
+
+@pytest.mark.any_engine
 def test_a_command_that_fails_must_be_the_root_cause_and_run_again(prepared, engine):
     (prepared.folder / "break.sh").write_text("touch $JOB_DIR/broken; exec python prepare.py x\n")
     before = ("--set", "before=sh break.sh", "--max-restarts", "1")
@@ -80,13 +92,13 @@ def test_a_command_that_does_not_exist_must_be_reported(prepared, nothing_left):
 SLOW = textwrap.dedent("""
     if [ $RANK != 0 ] && [ ! -e $JOB_DIR/failed ]; then
         touch $JOB_DIR/failed
-        until [ -e $JOB_DIR/begun ]; do :; done
+        until [ -e $JOB_DIR/begun ]; do sleep 0.1; done
         exit 7
     fi
-    trap 'until [ -e $JOB_DIR/next ]; do :; done; exit 143' TERM
+    trap 'until [ -e $JOB_DIR/next ]; do sleep 0.1; done; exit 143' TERM
     [ $TORCHELASTIC_RESTART_COUNT = 0 ] || { touch $JOB_DIR/next; exit 0; }
     touch $JOB_DIR/begun
-    while :; do :; done
+    while :; do sleep 0.1; done
 """)
 
 
@@ -107,6 +119,7 @@ def test_a_command_that_computes_must_not_be_a_hang(prepared, nothing_left):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.any_engine
 def test_the_command_must_have_the_grace_period_when_a_job_is_stopped(prepared, engine):
     (prepared.folder / "long.sh").write_text(
         "trap 'echo cleaned up; exit 3' TERM\ntouch $JOB_DIR/begun-$RANK\nwhile true; do sleep 0.1; done\n"

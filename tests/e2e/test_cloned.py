@@ -23,7 +23,7 @@ def test_a_clone_that_contains_a_cluster_must_not_mount_anything_of_the_host(cli
     shutil.copytree(cli.folder, origin, ignore=shutil.ignore_patterns("origin", "victim"))
     options: tuple[str, ...] = ("--engine", "docker", "--trainers", "0", "--gpus", "none")
     options += ("--set", "user=root") if os.geteuid() == 0 else ()  # the owner of the link targets
-    name = cli("up", *options, "--runs", "origin/runs").stdout.strip()
+    name = cli("up", *options, "--set", "warm=false", "--runs", "origin/runs").stdout.strip()
     cluster = JobPaths(origin / "runs" / name)
     shutil.copytree(cluster.root, cli.folder / "kept", symlinks=True, ignore=shutil.ignore_patterns("sockets", "nodes"))
     assert cli("down", name, "--runs", "origin/runs").returncode == 0

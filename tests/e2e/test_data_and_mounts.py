@@ -53,7 +53,7 @@ def test_local_processes_must_see_data_at_its_own_path(given, nothing_left):
 
 @pytest.mark.docker
 def test_a_cluster_must_have_the_mounts_of_its_jobs(given, docker_engine, nothing_left):
-    assert given("up", *OPTIONS, "--data", "train=data").returncode == 0
+    assert given("up", *OPTIONS, "--data", "train=data", "--set", "warm=false").returncode == 0
     done = given("run", *OPTIONS, "--data", "train=data", "uses.py", "$DATA_TRAIN")
     assert ("argument True" in done.stdout, "not using" in done.stderr) == (True, False), done.stderr
     done = given("run", *OPTIONS, "--data", "train=models", "uses.py", "x")

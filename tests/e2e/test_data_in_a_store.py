@@ -38,7 +38,7 @@ def test_a_plan_must_fetch_nothing_and_a_cluster_must_have_the_data(cli, engine,
     options = ("--engine", engine, "--trainers", "1", "--gpus", "none", "--data", f"train={URL}")
     done = cli("plan", *options, "lists.py")
     assert done.returncode == 0 and not cached_data(URL).exists(), done.stderr
-    up = cli("up", *options)
+    up = cli("up", *options, "--set", "warm=false")
     assert up.returncode == 0 and f"fetched 2 files (2 bytes) of {URL}" in up.stderr, up.stderr
     done = cli("run", *options, "lists.py")
     assert cli("down", up.stdout.strip()).returncode == 0

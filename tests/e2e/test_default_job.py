@@ -17,8 +17,9 @@ from support.waiting import eventually
 from app import data
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
-@pytest.mark.parametrize("trainers", [0, pytest.param(3, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("trainers", [0, 3])
 def test_the_default_job_must_reach_the_target_accuracy_on_any_number_of_nodes(cli, nothing_left, trainers):
     one_thread = ("--set", "env.OMP_NUM_THREADS=1")  # on busy cores, the threads of one worker wait for each other
     done = cli("run", "--engine", "process", "--gpus", "none", "--trainers", str(trainers), *one_thread)

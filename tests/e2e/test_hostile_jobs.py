@@ -137,7 +137,7 @@ def test_files_in_an_image_volume_must_not_reach_the_next_job_or_outlive_the_clu
 ):  # nor may the image's health check run in the nodes: it could read the key of the cluster
     (cli.folder / "keeps.py").write_text(KEEPS)
     options = ("--engine", "docker", "--trainers", "0", "--gpus", "none", "--image", declared)
-    name = cli("up", *options).stdout.strip()
+    name = cli("up", *options, "--set", "warm=false").stdout.strip()
     node = json.loads(docker("inspect", docker("ps", "--quiet", "--filter", f"name={name}-master").strip()))[0]
     assert "Health" not in node["State"]
     (volume,) = (mount["Name"] for mount in node["Mounts"] if mount["Destination"] == "/kept")
@@ -299,7 +299,7 @@ if os.environ["RANK"] == "1":
 def test_a_worker_must_not_impersonate_or_command_a_node_on_a_cluster(cli, docker_engine, nothing_left):
     (cli.folder / "speaks.py").write_text(SPEAKS)
     (cli.folder / "secret.py").write_text("import os\nprint(os.environ['TOKEN'][::-1], os.listdir('/run/orchestrate'))")
-    name = cli("up", "--engine", "docker", "--trainers", "1", "--gpus", "none").stdout.strip()
+    name = cli("up", "--engine", "docker", "--trainers", "1", "--gpus", "none", "--set", "warm=false").stdout.strip()
     on = ("run", "--engine", "docker", "--trainers", "1", "--gpus", "none", "--max-restarts", "0")
     done = cli(*on, "--name", "evil", "--", "speaks.py")
     assert done.returncode == 0, done.stderr
@@ -346,7 +346,7 @@ def test_a_job_that_swaps_its_folder_on_a_cluster_must_not_affect_files_of_the_h
         f"os.symlink({str(victim)!r}, job)\nos.makedirs('/job/other-0000/logs')\nprint('swapped')\n"
         "sys.exit(int(os.environ['TORCHELASTIC_RESTART_COUNT']) == 0)\n"
     )
-    name = cli("up", "--engine", "docker", "--trainers", "0", "--gpus", "none").stdout.strip()
+    name = cli("up", "--engine", "docker", "--trainers", "0", "--gpus", "none", "--set", "warm=false").stdout.strip()
     (mine := cli.folder / "runs" / "other-0000").write_text("a file of the user")
     done = cli(
         "run", "--engine", "docker", "--trainers", "0", "--gpus", "none", "--max-restarts", "1", "--", "swaps.py"

@@ -3,6 +3,7 @@
 import re
 import signal
 
+import pytest
 from support.faults import Background
 from support.leftovers import docker
 from support.optional import not_none
@@ -50,6 +51,7 @@ def test_kept_nodes_must_end_by_themselves_and_start_again_for_the_next_job(cli,
     assert kept(cli) == []
 
 
+@pytest.mark.any_engine
 def test_kept_nodes_must_wait_for_the_end_of_a_job_without_an_orchestrator(cli, engine):
     job = Background(cli, engine, "--keep", "1s", "--", "count.py", "60", trainers=1)
     job.until_step(5)

@@ -92,6 +92,7 @@ def train(cli, engine, *arguments: str) -> Background:
 
 
 @pytest.mark.slow
+@pytest.mark.any_engine
 def test_sigterm_must_make_the_app_save_at_one_step_and_lose_none(cli, engine):
     job = train(cli, engine)
     metrics = eventually(lambda: next(cli.folder.glob("runs/*/metrics.jsonl"), None))

@@ -67,7 +67,7 @@ def test_gpus_that_torch_cannot_use_must_not_be_assigned_to_a_job(cli, nvidia_ru
     done = run(cli, "--gpus", "all", "--", "uses.py")
     assert done.returncode == 4
     assert f"--gpus all: {IMAGE} cannot use the GPUs: torch " in done.stderr and "no NVIDIA driver" in done.stderr
-    done = run(cli, "--", "uses.py")
+    done = run(cli, "--trainers", "0", "--", "uses.py")
     assert done.returncode == 0 and cli.log(0) == "cuda False\n"
     assert f"gloo on CPU ({IMAGE} cannot use the GPUs: torch" in done.stderr
 

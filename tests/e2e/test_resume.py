@@ -26,6 +26,7 @@ FAILS = textwrap.dedent("""
 """)
 
 
+@pytest.mark.any_engine
 def test_a_stopped_job_must_go_on_from_its_checkpoint(cli, engine):
     job = Background(cli, engine, "--", "count.py", "until-asked")
     job.until_step(12, rank=2)

@@ -155,6 +155,7 @@ def test_ctrl_c_while_the_nodes_start_must_leave_nothing(cli, engine):
     assert (job.returncode, cli.report()["outcome"]) == (130, "stopped")
 
 
+@pytest.mark.any_engine
 def test_a_second_ctrl_c_must_kill_workers_that_ignore_sigterm(cli, engine):
     (cli.folder / "ignore_sigterm.py").write_text(
         "import signal\nsignal.signal(15, lambda *_: print('asked'))\nprint('stepping')\nwhile True: signal.pause()\n"
@@ -170,6 +171,7 @@ def test_a_second_ctrl_c_must_kill_workers_that_ignore_sigterm(cli, engine):
     assert job.returncode == 130
 
 
+@pytest.mark.any_engine
 def test_the_maximum_run_time_must_end_the_job(cli, engine):
     done = run(cli, engine, "--max-run", "1s", "--", "steps.py")
     assert (done.returncode, cli.report()["reason"]) == (124, "max_run was reached")
@@ -233,6 +235,7 @@ def test_a_dead_node_must_be_distinguished_from_a_dead_worker(cli, engine):
     assert f"root cause: rank 1 on trainer-1 {how[engine]}" in err
 
 
+@pytest.mark.any_engine
 def test_an_early_failure_must_end_workers_that_are_still_being_started(cli, engine):
     (cli.folder / "early.py").write_text(
         "import os, sys, time\nif os.environ['RANK'] == '0': sys.exit(5)\ntime.sleep(1000)\n"

@@ -143,7 +143,7 @@ def test_isolated_nodes_must_have_no_way_out_and_labels_must_be_set(cli, docker_
     for isolated, routes in (["--isolated"], 0), ([], 1):
         done = cli("run", *OPTIONS, *isolated, *labels, "looks.py")
         assert done.returncode == 0 and f"default routes {routes}" in done.stdout, done.stderr
-    assert cli("up", *OPTIONS[:4], "--gpus", "none", *labels).returncode == 0
+    assert cli("up", *OPTIONS[:4], "--gpus", "none", *labels, "--set", "warm=false").returncode == 0
     assert docker("ps", "--quiet", "--filter", "label=team=a$b", "--filter", "label=cost/center=7").count("\n") == 2
     assert cli("down", "cluster").returncode == 0
 

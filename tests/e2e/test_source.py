@@ -37,6 +37,7 @@ def repository(cli, tmp_path, monkeypatch):
     return folder
 
 
+@pytest.mark.any_engine
 def test_a_revision_must_be_run_and_reported(cli, engine, repository):
     commit = git(repository, "rev-parse", "v1")
     url = f"git+file://{repository}@v1#train"

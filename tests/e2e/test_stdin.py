@@ -30,6 +30,7 @@ def test_rank_0_must_read_standard_input_also_after_a_restart(cli, engine, comma
     assert "read ''" in cli.log(1) and "a line" not in cli.log(1)
 
 
+@pytest.mark.any_engine
 def test_workers_must_read_nothing_without_being_asked(cli, engine):
     (cli.folder / "reads.py").write_text(CODE)
     done = cli("run", "--engine", engine, "--trainers", "0", "--gpus", "none", "reads.py")

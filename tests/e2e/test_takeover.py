@@ -51,6 +51,7 @@ def test_training_must_continue_without_its_orchestrator_until_another_takes_ove
     assert_succeeded(job, 1)
 
 
+@pytest.mark.any_engine
 def test_a_worker_failure_without_a_supervisor_must_be_detected_later(cli, engine):
     job = Background(cli, engine, "--", "count.py", "until-asked")
     job.until_step(15, rank=1)
@@ -63,6 +64,7 @@ def test_a_worker_failure_without_a_supervisor_must_be_detected_later(cli, engin
     assert_succeeded(job, 2)
 
 
+@pytest.mark.any_engine
 def test_a_job_that_ends_without_a_supervisor_must_be_reported_later(cli, engine):
     job = Background(cli, engine, "--", "count.py", "40")
     job.until_step(15, rank=1)
@@ -74,6 +76,7 @@ def test_a_job_that_ends_without_a_supervisor_must_be_reported_later(cli, engine
     assert_succeeded(job, 1)
 
 
+@pytest.mark.any_engine
 def test_a_final_failure_without_a_supervisor_must_be_reported_with_its_cause(cli, engine):
     job = Background(cli, engine, "--max-restarts", "0", "--", "count.py", "4000")
     job.until_step(15, rank=1)
@@ -97,6 +100,7 @@ def test_a_node_that_vanishes_without_a_supervisor_must_be_replaced(cli, engine)
     assert_succeeded(job, 2)
 
 
+@pytest.mark.any_engine
 def test_all_nodes_that_vanish_without_a_supervisor_must_be_replaced(cli, engine):
     job = Background(cli, engine, "--", "count.py", "until-asked")
     job.until_step(15, rank=2)
@@ -138,6 +142,7 @@ def test_nodes_that_do_not_listen_yet_must_be_awaited_after_a_takeover(cli, noth
     assert successor.returncode == 0, err
 
 
+@pytest.mark.any_engine
 def test_a_job_whose_orchestrator_dies_during_the_stop_must_be_stoppable(cli, engine):
     (cli.folder / "slow.py").write_text(
         "import signal, sys, time\nsignal.signal(15, lambda *_: (time.sleep(2), sys.exit(143)))\n"
@@ -153,6 +158,7 @@ def test_a_job_whose_orchestrator_dies_during_the_stop_must_be_stoppable(cli, en
     assert (done.returncode, cli.report()["outcome"]) == (130, "stopped")
 
 
+@pytest.mark.any_engine
 def test_a_job_whose_orchestrator_dies_between_generations_must_continue(cli, engine):
     job = Background(cli, engine, "--", "count.py", "60")
     job.until_step(15, rank=1)
@@ -174,6 +180,7 @@ def test_a_job_whose_orchestrator_dies_during_the_clean_up_must_keep_its_outcome
     assert cli.report()["outcome"] == "succeeded"
 
 
+@pytest.mark.any_engine
 def test_a_job_must_survive_repeated_deaths_of_its_supervisor(cli, engine):
     job = Background(cli, engine, "--", "count.py", "until-asked")
     job.until_step(10, rank=1)
@@ -191,6 +198,7 @@ def test_a_job_must_survive_repeated_deaths_of_its_supervisor(cli, engine):
     assert_succeeded(job, 2)
 
 
+@pytest.mark.any_engine
 def test_attach_must_follow_a_supervised_job_and_take_over_if_the_supervisor_dies(cli, engine):
     job = Background(cli, engine, "--", "count.py", "until-asked")
     job.until_step(10, rank=1)
@@ -211,6 +219,7 @@ def test_attach_must_follow_a_supervised_job_and_take_over_if_the_supervisor_die
     assert_succeeded(job, 1)
 
 
+@pytest.mark.any_engine
 def test_closing_the_terminal_must_not_end_the_job(cli, engine):
     job = Background(cli, engine, "--", "count.py", "until-asked")
     job.until_step(10, rank=1)
@@ -222,6 +231,7 @@ def test_closing_the_terminal_must_not_end_the_job(cli, engine):
     assert_succeeded(job, 1)
 
 
+@pytest.mark.any_engine
 def test_a_detached_job_must_work_with_ps_wait_logs_and_attach(cli, engine):
     detached = ("run", "--engine", engine, "--gpus", "none", "--trainers", "2", "--detach")
     done = cli(*detached, "--", "count.py", "until-asked", "0.03")
@@ -254,6 +264,7 @@ def test_ps_must_show_a_job_with_a_supervisor_and_no_nodes(cli, nothing_left):
         assert cli.ps() == [[name, "process", "0", "running", f"runs/{name}"]]
 
 
+@pytest.mark.any_engine
 def test_wait_must_return_the_jobs_exit_code_and_refuse_an_unsupervised_job(cli, engine):
     job = Background(cli, engine, "--max-restarts", "0", "--", "count.py", "2000")
     job.until_step(10, rank=1)

@@ -114,23 +114,22 @@ def test_a_job_must_find_nothing_from_the_previous_job(up, cli, engine):
         assert "time.sleep" not in running and "zygote.py" in running
 
 
-@pytest.mark.parametrize(
-    ("options", "why"),
-    [
+@pytest.mark.any_engine
+def test_a_job_that_does_not_fit_must_say_why_and_start_its_own_nodes(up):
+    cluster = up()
+    before = cluster.nodes()
+    for options, why in (
         (("--trainers", "3"), "it has 2 trainers, the job needs 3"),
         (("--set", "grace=7s"), "grace is 5.0 on the cluster, 7.0 in the job"),
         (("--set", "shm_size=128m", "--set", "optional=shm_size"), "shm_size is 1g on the cluster, 128m in the job"),
-    ],
-)
-def test_a_job_that_does_not_fit_must_say_why_and_start_its_own_nodes(up, options, why):
-    cluster = up()
-    before = cluster.nodes()
-    done = cluster.run(*options, "--", "count.py", "3")
-    assert not cluster.fits(done)
-    assert f"not using {cluster.name}: {why}\n" in done.stderr
-    assert cluster.nodes() == before
+    ):
+        done = cluster.run(*options, "--", "count.py", "3")
+        assert not cluster.fits(done)
+        assert f"not using {cluster.name}: {why}\n" in done.stderr
+        assert cluster.nodes() == before
 
 
+@pytest.mark.any_engine
 def test_a_cluster_in_use_must_not_take_a_second_job_or_go_down(up, cli, engine):
     cluster = up()
     job = Background(cli, engine, "--", "count.py", "100000")
@@ -184,6 +183,7 @@ def test_a_node_must_be_recreated_even_if_a_file_it_hid_is_gone(cli, docker_engi
     assert cluster.fits(done)
 
 
+@pytest.mark.any_engine
 def test_a_job_taken_over_by_attach_must_leave_the_cluster_clean(up, cli, engine):
     cluster = up()
     job = Background(cli, engine, "--", "count.py", "until-asked")
@@ -198,6 +198,7 @@ def test_a_job_taken_over_by_attach_must_leave_the_cluster_clean(up, cli, engine
     assert "[node] generation" not in cli.log(0)
 
 
+@pytest.mark.any_engine
 def test_a_detached_job_must_use_the_cluster_and_end_with_its_files_in_its_run_directory(up, cli, engine):
     cluster = up()
     done = cluster.run("--detach", "--", "count.py", "until-asked")
@@ -212,6 +213,7 @@ def test_a_detached_job_must_use_the_cluster_and_end_with_its_files_in_its_run_d
     assert "step 10 in 0" in cli.log(2)
 
 
+@pytest.mark.any_engine
 def test_stop_must_end_the_job_of_a_dead_supervisor_and_keep_the_cluster(up, cli, engine):
     cluster = up()
     job = Background(cli, engine, "--", "count.py", "100000")
@@ -242,7 +244,7 @@ def test_a_cluster_that_cannot_start_must_leave_nothing_behind(cli, engine, noth
 @pytest.mark.docker
 def test_ctrl_c_while_a_cluster_starts_must_leave_nothing_behind(cli, docker_engine, nothing_left):
     hung = compose_hangs(cli, after=True)
-    up = cli.start("up", "--engine", "docker", "--trainers", "1", *OPTIONS)
+    up = cli.start("up", "--engine", "docker", "--trainers", "1", *OPTIONS, "--set", "warm=false")
     eventually(hung)
     up.send_signal(signal.SIGINT)
     up.communicate(timeout=150)

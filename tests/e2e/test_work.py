@@ -26,7 +26,7 @@ def test_what_a_script_writes_beside_itself_must_stay_with_the_job(cli, docker_e
     (cli.folder / "helper.py").write_text("")
     (cli.folder / "model.pt").write_text("an old model")
     if kind == "cluster":
-        assert cli("up", "--trainers", "1", "--gpus", "none").returncode == 0
+        assert cli("up", "--trainers", "1", "--gpus", "none", "--set", "warm=false").returncode == 0
     done = cli("run", "--trainers", "1", "--gpus", "none", "train.py")
     assert done.returncode == 0, done.stderr
     work_folder = cli.run_dir() / "work"
