@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from orchestrate.clock import SYSTEM, Clock
 from orchestrate.console import print_message
 from orchestrate.files.lines import Lines
 from orchestrate.files.paths import METRICS, JobPaths
@@ -27,15 +27,16 @@ READ_INTERVAL = 5.0  # seconds between two reads of metrics.jsonl
 class Folded(Screen):
     """Folds everything into a View."""
 
-    def __init__(self, plan: Plan, paths: JobPaths, hide: Callable[[str], str] = str) -> None:
+    def __init__(self, plan: Plan, paths: JobPaths, hide: Callable[[str], str] = str, clock: Clock = SYSTEM) -> None:
         """`paths` are the files of the job, whose metrics are read; `hide` removes secrets from their names."""
-        self.view, self.paths, self.metrics, self.hide = View(plan, time.monotonic()), paths, Lines(), hide
+        self.paths, self.metrics, self.hide, self.clock = paths, Lines(), hide, clock
+        self.view = View(plan, clock.monotonic())
         self.lock = threading.RLock()
 
     def began(self, seconds: float) -> None:
         """Take how long ago the job began."""
         with self.lock:
-            self.view.began = self.view.work.since = time.monotonic() - seconds
+            self.view.began = self.view.work.since = self.clock.monotonic() - seconds
 
     def planned(self, plan: Plan) -> None:
         """Take the plan of the next generation."""
@@ -44,20 +45,20 @@ class Folded(Screen):
 
     def event(self, event: Event) -> None:
         """Take an event."""
-        age = max(0.0, time.time() - event.time) if event.time else 0.0
+        age = max(0.0, self.clock.time() - event.time) if event.time else 0.0
         with self.lock:
-            self.view.event(event, time.monotonic(), age)
+            self.view.event(event, self.clock.monotonic(), age)
 
     def heard(self, rank: int, found: Progress | None) -> None:
         """Take a line that a worker has written: what it says about its progress."""
         with self.lock:
             if rank in self.view.ranks:
-                self.view.hear(rank, found, time.monotonic())
+                self.view.hear(rank, found, self.clock.monotonic())
 
     def activity(self, found: Mapping[int, Activity]) -> None:
         """Take what the workers are doing."""
         with self.lock:
-            self.view.activity(found, time.monotonic())
+            self.view.activity(found, self.clock.monotonic())
 
     def catch_up(self, bars: Mapping[int, Progress | None]) -> None:
         """Take progress bars, and what the script has written to metrics.jsonl since the last call."""
@@ -65,7 +66,7 @@ class Folded(Screen):
             self._measure()
             for rank, found in bars.items():
                 self.heard(rank, found)
-                self.view.enter("", time.monotonic())
+                self.view.enter("", self.clock.monotonic())
 
     def _measure(self) -> None:
         """Read what the script has written to metrics.jsonl since the last call."""
@@ -76,26 +77,26 @@ class Folded(Screen):
                 self.view.work.steps.take(values)
                 last |= {self.hide(name): value for name, value in values.items()}
             if last:
-                self.view.measure(last, time.monotonic())
-                self.view.enter("", time.monotonic())  # the workers are working
+                self.view.measure(last, self.clock.monotonic())
+                self.view.enter("", self.clock.monotonic())  # the workers are working
 
 
 class PlainScreen(Folded):
     """Prints a line of status from time to time."""
 
-    def __init__(self, plan: Plan, paths: JobPaths, hide: Callable[[str], str] = str) -> None:
-        """`paths` are the files of the job, whose metrics are read; `hide` removes secrets from their names."""
-        super().__init__(plan, paths, hide)
-        self.printed, self.due, self.next_read = "", time.monotonic() + FIRST_STATUS, 0.0
+    def __init__(self, plan: Plan, paths: JobPaths, hide: Callable[[str], str] = str, clock: Clock = SYSTEM) -> None:
+        """The same as a Folded."""
+        super().__init__(plan, paths, hide, clock)
+        self.printed, self.due, self.next_read = "", clock.monotonic() + FIRST_STATUS, 0.0
 
     def refresh(self, bars: Callable[[], Mapping[int, Progress | None]]) -> None:
         """Print the status, if it is time and it has changed."""
-        if time.monotonic() >= self.next_read:  # more often than lines are printed, to know the pace
-            self.next_read = time.monotonic() + READ_INTERVAL
+        if self.clock.monotonic() >= self.next_read:  # more often than lines are printed, to know the pace
+            self.next_read = self.clock.monotonic() + READ_INTERVAL
             self.catch_up(bars())
-        if time.monotonic() < self.due:
+        if self.clock.monotonic() < self.due:
             return
-        self.due = time.monotonic() + STATUS_INTERVAL
+        self.due = self.clock.monotonic() + STATUS_INTERVAL
         with self.lock:
             text = status(self.view)
         if text and text != self.printed:

@@ -89,6 +89,24 @@ def test_a_folder_must_be_run_and_other_paths_must_start_at_the_current_folder(c
     assert '<a href="changes.patch">' in patch.with_name("report.html").read_text()
 
 
+def test_a_resumed_job_must_have_the_changes_of_the_code_that_it_runs(cli, repository, nothing_left):
+    def say(text: str) -> None:
+        (repository / "train" / "say.py").write_text(text)
+
+    def resumed() -> str:
+        cli("resume")
+        patch = cli.run_dir() / "changes.patch"
+        return patch.read_text() if patch.exists() else ""
+
+    say("raise SystemExit('first')\n")
+    run = ("run", "--engine", "process", *OPTIONS, "--max-restarts", "0", "--source", "repository/train", "say.py")
+    assert cli(*run).returncode == 1
+    say("raise SystemExit('second')\n")
+    assert "+raise SystemExit('second')" in (text := resumed()) and "first" not in text
+    git(repository, "commit", "--all", "--quiet", "--message", "second")
+    assert resumed() == "" and cli.report()["dirty"] is False
+
+
 def test_files_that_git_does_not_track_must_not_make_a_folder_dirty(repository):
     (repository / "runs").mkdir()
     (repository / "runs" / "x").touch()

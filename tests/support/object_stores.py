@@ -50,6 +50,12 @@ class Server:
         with socket.socket() as probe:
             return probe.connect_ex(("127.0.0.1", self.port)) == 0
 
+    def hang(self) -> None:
+        """Stop it without closing its connections; returns once all of its threads have stopped."""
+        assert self.process
+        self.process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOWAIT)
+
     def kill(self) -> None:
         """End it as a loss of power would."""
         if self.process:

@@ -1,5 +1,6 @@
 """Connections to nodes, for every engine: start workers in order, collect their exits, detect lost ones."""
 
+import dataclasses
 import threading
 from collections.abc import Iterator
 
@@ -10,7 +11,7 @@ from support.scripted import Clock
 from orchestrate.engines import clients
 from orchestrate.engines.base import Stop
 from orchestrate.errors import EngineLost
-from orchestrate.job.outcomes import Activity
+from orchestrate.job.outcomes import Activity, Use
 
 
 @pytest.fixture
@@ -197,10 +198,12 @@ def test_a_worker_whose_node_reports_only_its_exit_code_must_have_ended(nodes):
 def test_workers_must_be_adopted_in_the_state_that_their_nodes_report(nodes):
     nodes.up -= {"node-2"}
     nodes.fakes["node-0"].knows(4, running={"0": {"pid": 7}})
-    nodes.fakes["node-1"].knows(4, codes={"1": 0}, hints={"1": "ending"})
+    used = Use(exchanged=7, connected=1.0, sampled=2.0, gpu=False, torch=True, version="2.9")
+    nodes.fakes["node-1"].knows(4, codes={"1": 0}, hints={"1": "ending"}, uses={"1": dataclasses.asdict(used)})
     assert nodes.adopt(planned(generation=4)) == set()
     assert [asks(nodes.fakes[f"node-{rank}"]) for rank in (0, 1)] == [["status"], ["status"]]
-    assert sorted((end.rank, end.code) for end in nodes.wait(0)) == [(1, 0), (2, 137)]
+    ended = sorted((end.rank, end.code, end.use) for end in nodes.wait(0))
+    assert ended == [(1, 0, used), (2, 137, None)]
     assert (nodes.running, nodes.pids, nodes.exit_hints) == ({0: "node-0"}, {0: 7}, {1: "ending"})
 
 

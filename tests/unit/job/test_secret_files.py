@@ -30,6 +30,14 @@ def test_a_secret_that_cannot_be_read_must_be_refused_without_its_source(secrets
     assert "none" not in f"{caught.value} {caught.value.hint}"
 
 
+def test_the_content_of_a_secret_must_be_masked_whatever_its_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LICENSE", "open sesame")
+    (tmp_path / "file").write_text("swordfish\n")
+    spec = secret_files.with_contents(folders.with_absolute(resolve({"secrets": {"LICENSE": "env", "NOTE": "file"}})))
+    assert spec.mask()("say open sesame or swordfish") == "say *** or ***"
+
+
 def test_secrets_of_a_list_must_be_variables_and_an_unusual_source_must_be_refused_without_its_value():
     assert resolve({"env": {"A": "x"}, "secrets": ["A"]}).files == {}
     assert resolve({"secrets": {"A": "env"}}, {"secrets.B": "file"}).files == {"A": "env", "B": "file"}

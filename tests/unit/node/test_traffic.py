@@ -32,6 +32,20 @@ while received < 10_000:
 print("received", flush=True)
 sys.stdin.read()
 """
+CLOSES = """
+import socket, sys
+others = [socket.create_connection(("127.0.0.1", int(port))) for port in sys.argv[1:]]
+for other in others:
+    received = 0
+    while received < 10_000:
+        received += len(other.recv(10_000))
+print("received", flush=True)
+input()
+for other in others:
+    other.close()
+print("closed", flush=True)
+sys.stdin.read()
+"""
 
 
 class Timers:
@@ -119,18 +133,18 @@ def test_the_most_that_a_connection_has_exchanged_must_be_kept_after_its_end(sta
 
 
 def test_what_closed_connections_have_exchanged_must_count(start):
-    first = start(LISTEN)
-    closes = CONNECT.replace("sys.stdin.read()", "input()\nother.close()\nprint('closed', flush=True)\ninput()")
-    second = start(closes, line(first))
-    assert (line(first), line(second)) == ("sent", "received")
-    node = Traffic(Timers(), lambda: {0: first.pid, 1: second.pid})
+    others = [start(LISTEN) for _ in range(2)]
+    closes = start(CLOSES, *map(line, others))
+    assert [*map(line, others), line(closes)] == ["sent", "sent", "received"]
+    pids = {rank: process.pid for rank, process in enumerate((*others, closes))}
+    node = Traffic(Timers(), lambda: pids)
     node.sample()
-    assert second.stdin
-    print(file=second.stdin, flush=True)
-    assert line(second) == "closed"
+    assert closes.stdin
+    print(file=closes.stdin, flush=True)
+    assert line(closes) == "closed"
     node.sample()
-    use = node.use(1)
-    assert use and use.exchanged >= 10_000
+    use = node.use(2)
+    assert use and use.exchanged >= 20_000
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import importlib.abc
 import logging
-import signal
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +10,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from support.object_stores import KEY_ID, SECRET, use
-from support.optional import not_none
 
 from orchestrate.errors import ResourceError, StorageError, StorageLost, UsageError
 from orchestrate.files.log_file import LOGGER
@@ -157,7 +155,7 @@ def test_a_store_that_does_not_answer_must_count_as_lost(rclone, monkeypatch, ac
     for name in ("REQUEST_TIMEOUT", "READ_TIMEOUT"):
         monkeypatch.setattr(f"orchestrate.storage.store.{name}", timedelta(seconds=0.2))
     store = open_store("s3://bucket/x")
-    not_none(rclone.process).send_signal(signal.SIGSTOP)
+    rclone.hang()
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(store.reach) if action == "list" else pool.submit(store.put, "key", b"1")
         try:

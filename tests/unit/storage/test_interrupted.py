@@ -155,13 +155,12 @@ def test_retries_must_not_wait_long_once_the_job_has_ended(tmp_path, saved, else
 def test_a_job_must_end_although_the_store_hangs(rclone, saved):
     store = open_store("s3://bucket/x")
     saved.write("a", b"1")
-    server = not_none(rclone.process)
-    server.send_signal(signal.SIGSTOP)
+    rclone.hang()
     mirror = saved.mirror(store)
     mirror.start()
     state = mirror.close(0.2)
     assert not state.complete and state.error == "copying was stopped before all files were copied"
-    server.send_signal(signal.SIGCONT)
+    not_none(rclone.process).send_signal(signal.SIGCONT)
     thread = not_none(mirror._thread)
     thread.join(300)
     assert not thread.is_alive()

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 from support.plans import HERE, plan
+from support.scripted import Clock
 
 from orchestrate import console
 from orchestrate.job import events, store
@@ -212,20 +213,33 @@ def test_a_sparkline_must_show_the_last_values_from_0_to_their_maximum():
     assert len(spark([1.0] * 100)) == 12
 
 
-def test_a_line_of_status_must_be_printed_from_time_to_time(paths, capsys, monkeypatch):
+def test_a_line_of_status_must_be_printed_from_time_to_time(paths, capsys):
+    now = Clock()
+    screen = PlainScreen(store.look(paths)[1], paths, clock=now)
 
-    screen = PlainScreen(store.look(paths)[1], paths)
-    monkeypatch.setattr("orchestrate.view.folded.STATUS_INTERVAL", 0.0)
+    def after(seconds: int, step: int) -> str:
+        """What is printed meanwhile, if the script writes this step at the end."""
+        for _ in range(seconds):
+            now.sleep(1)
+            screen.refresh(dict)
+        with (paths.shared / "metrics.jsonl").open("a") as file:
+            file.write(f'{{"step": {step}, "total_steps": 270, "loss": 0.25}}\n')
+        return capsys.readouterr().err
+
+    assert after(5, 100) == after(5, 110) == after(4, 120) == ""  # it is too early
+    assert after(2, 130) == "a-1: step 110 of 270 (41%), 1:20 left, loss 0.25\n"
+    assert after(58, 200) == ""
+    assert after(2, 200).startswith("a-1: step 130 of 270 (48%)")
+    assert after(60, 200).startswith("a-1: step 200 of 270 (74%)")
+    assert after(120, 200) == ""  # nothing has changed
+
+
+def test_a_line_of_status_must_show_the_state_of_a_progress_bar(paths, capsys):
+    now = Clock()
+    screen = PlainScreen(store.look(paths)[1], paths, clock=now)
+    now.sleep(16)
     screen.refresh(lambda: {0: parse(TQDM.format(135))})
-    assert capsys.readouterr().err == ""  # it is too early
-    screen.due = screen.next_read = 0.0
-    for _ in range(2):
-        screen.refresh(lambda: {0: parse(TQDM.format(135))})
-    assert capsys.readouterr().err == "a-1: step 135 of 270 (50%), 1:02 left, loss 0.25\n"  # once
-    screen.next_read = 0.0
-    (paths.shared / "metrics.jsonl").write_text('{"step": 200, "total_steps": 270, "loss": 0.125}\n')
-    screen.refresh(dict)
-    assert capsys.readouterr().err.startswith("a-1: step 200 of 270 (74%)")
+    assert capsys.readouterr().err == "a-1: step 135 of 270 (50%), 1:02 left, loss 0.25\n"
 
 
 def test_only_the_end_of_long_metrics_must_be_read(paths, monkeypatch):
