@@ -79,6 +79,18 @@ def test_a_running_job_must_be_shown_as_it_is_now(site, running):
     assert "restarting all workers (restart 1 of 3)" in page
 
 
+def test_curves_of_a_running_job_must_go_on_from_the_step_that_it_repeats(site, running):
+    metrics = running.shared / "metrics.jsonl"
+    metrics.write_text("".join(f'{{"step": {step}, "loss": {step}}}\n' for step in range(1, 100)))
+    assert 'aria-label="loss, last value 99' in site.get("/jobs/a-1/").text
+    store.keep(running, dataclasses.replace(store.look(running)[1], generation=1))
+    noted(running, GenerationStarting(1, ("master", "trainer-1", "trainer-2"), 3, 29501), WorkersStarted())
+    site.server.site.watches.clear()  # as another server, which reads the curves at once
+    with metrics.open("a") as file:
+        file.write('{"step": 50, "loss": 500}\n{"step": 51, "loss": 510}\n')
+    assert 'aria-label="loss, last value 510' in site.get("/jobs/a-1/").text
+
+
 def test_logs_must_be_shown_as_text_without_secrets_and_links(site, running, tmp_path):
     running.log(0).write_text("<b>token</b> hunter2000\x1b[2J\n")
     log = site.get("/jobs/a-1/logs/rank-0.log")

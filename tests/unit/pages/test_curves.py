@@ -57,7 +57,8 @@ def test_rows_without_a_step_must_be_numbered():
 def test_only_numbers_may_become_curves():
     values = {"step": 1, "loss": 0.5, "ok": True, "nan": float("nan"), "huge": 1e300, "text": "a", "list": [1], "": 1}
     assert progress([values]).curves == {"loss": [(1, 0.5)]}
-    assert len(progress([{f"m{number}": 1 for number in range(100)}]).curves) == MAX_CURVES
+    many = progress([{f"m{number}": value for number in range(100)} for value in (1, 2)])
+    assert [*many.curves.values()] == [[(1, 1), (2, 2)]] * MAX_CURVES
 
 
 def test_a_metric_with_many_values_must_keep_its_first_and_last_ones(monkeypatch):

@@ -229,6 +229,8 @@ def test_compose_must_be_run_for_this_project_with_only_the_jobs_own_settings(da
     env = (tmp_path / "env").read_text().splitlines()
     assert {"NODE_IMAGE=mine", "MINE=caller", "JOB_ID=j"} <= set(env)
     assert not [line for line in env if line.startswith(("COMPOSE_", "NODE_CODE"))]
+    daemon.compose("up", folder=tmp_path, capture=True)  # a file of the user, which may use any variable
+    assert "NODE_CODE=caller" in (tmp_path / "env").read_text().splitlines()
 
 
 @pytest.mark.parametrize("capture", [True, False])
