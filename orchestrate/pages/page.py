@@ -18,7 +18,6 @@ from orchestrate.errors import OrchestrateError
 from orchestrate.files.folder import write_whole
 from orchestrate.files.paths import JobPaths
 from orchestrate.job.metrics import FIRST, NOT_FINITE, place, shown
-from orchestrate.pages import charts
 from orchestrate.pages.run import Run, load
 
 log = logging.getLogger(__name__)
@@ -59,6 +58,9 @@ def page(runs: Sequence[Run], links: Sequence[str], home: str = "") -> str:
     `links` are the addresses of the jobs' own pages, empty for those without one, and `home` is that of the list of
     jobs, if a server has one.
     """
+    curves = drawn(runs)
+    if curves:
+        from orchestrate.pages import charts  # imports pygal
     axis = " or ".join(dict.fromkeys(run.axis for run in runs if run.curves))
     template = TEMPLATES.get_template("one.html" if len(runs) == 1 else "several.html")
     text = template.render(
@@ -68,7 +70,7 @@ def page(runs: Sequence[Run], links: Sequence[str], home: str = "") -> str:
         home=home,
         version=__version__,
         max_failures=MAX_FAILURES,
-        charts={name: charts.lines(curves, axis) for name, curves in drawn(runs).items()},
+        charts={name: charts.lines(each, axis) for name, each in curves.items()},
         settings=_differing([run.settings | {"command": run.command} for run in runs]),
         finals=_differing([{name: _value(value) for name, value in _finals(run).items()} for run in runs]),
         duration=duration,

@@ -5,7 +5,7 @@ import os
 import signal
 
 import pytest
-from support.faults import node_pid
+from support.faults import OPTIONS, node_pid
 from support.leftovers import docker
 from support.printed import printed
 from support.waiting import eventually
@@ -22,6 +22,12 @@ def ordered(trainers: int) -> list[str]:
 def run(cli, engine, *arguments, **env):
     options = [] if "--trainers" in arguments else ["--trainers", "2"]
     return cli("run", "--engine", engine, "--gpus", "none", "--max-restarts", "0", *options, *arguments, **env)
+
+
+def on_ready(ready, *arguments: str, **options):
+    """Run a job of three workers on nodes that are up already."""
+    own = ("--engine", ready.engine, "--max-restarts", "0", "--trainers", "2", *OPTIONS)
+    return ready("run", *own, *arguments, **options)
 
 
 def test_every_worker_must_get_its_environment_and_the_scripts_arguments(cli, engine):
@@ -71,17 +77,17 @@ def test_stdout_must_be_the_output_of_workers_and_files_must_belong_to_the_calle
     assert (report["root_cause"], report["checkpoints"], report["final_metrics"]) == (None, [], {})
 
 
-def test_files_that_the_script_writes_must_be_in_the_run_directory_and_the_report(cli, engine):
-    (cli.folder / "train.py").write_text(
+def test_files_that_the_script_writes_must_be_in_the_run_directory_and_the_report(ready):
+    (ready.folder / "train.py").write_text(
         "import os, pathlib\nfolder = pathlib.Path(os.environ['JOB_DIR'])\n"
         "if os.environ['RANK'] == '0':\n"
         "    (folder / 'checkpoints' / 'last.pt').write_text('weights')\n"
         '    (folder / \'metrics.jsonl\').write_text(\'{"step": 1, "loss": 2}\\n{"step": 2}\\n{"ste\')\n'
     )
-    done = run(cli, engine, "--", "train.py")
+    done = on_ready(ready, "--", "train.py")
     assert done.returncode == 0, done.stderr
-    report = cli.report()
-    assert report["checkpoints"] == [str(cli.run_dir() / "checkpoints" / "last.pt")]
+    report = ready.report()
+    assert report["checkpoints"] == [str(ready.run_dir() / "checkpoints" / "last.pt")]
     assert report["final_metrics"] == {"step": 2, "loss": 2}
 
 
@@ -107,13 +113,13 @@ def test_a_job_of_one_node_must_run(cli, engine):
     assert json.loads(cli.log(0))["env"]["WORLD_SIZE"] == "1"
 
 
-def test_one_failing_worker_must_end_the_job_and_be_named_with_its_last_lines(cli, engine):
-    done = run(cli, engine, "--", "steps.py", "1=3")
+def test_one_failing_worker_must_end_the_job_and_be_named_with_its_last_lines(ready):
+    done = on_ready(ready, "--", "steps.py", "1=3")
     assert done.returncode == 1
-    log = cli.run_dir() / "logs" / "rank-1.log"
+    log = ready.run_dir() / "logs" / "rank-1.log"
     assert "root cause: rank 1 on trainer-1 exited with code 3\n    pid " in done.stderr
     assert f"    last words\nfull log: {log}\nhint: " in done.stderr
-    root = cli.report()["root_cause"]
+    root = ready.report()["root_cause"]
     assert (root["rank"], root["node"], root["exit_code"]) == (1, "trainer-1", 3)
 
 
@@ -126,11 +132,11 @@ def test_a_killed_worker_must_be_distinguished_from_one_that_failed(cli, engine)
     assert "root cause: rank 2 on trainer-2 was killed by SIGKILL (exit code 137)" in err
 
 
-def test_a_module_that_a_script_is_missing_must_be_reported_with_a_hint(cli, engine):
-    (cli.folder / "train.py").write_text("import nonesuch\n")
-    done = run(cli, engine, "--", "train.py")
+def test_a_module_that_a_script_is_missing_must_be_reported_with_a_hint(ready):
+    (ready.folder / "train.py").write_text("import nonesuch\n")
+    done = on_ready(ready, "--", "train.py")
     assert done.returncode == 1
-    elsewhere = "in the image" if engine == "docker" else "installed"
+    elsewhere = "in the image" if ready.engine == "docker" else "installed"
     hint = f"hint: nonesuch is neither in your folder nor {elsewhere}: install it with --pip nonesuch\n"
     assert hint in done.stderr
 
@@ -245,19 +251,19 @@ def test_an_early_failure_must_end_workers_that_are_still_being_started(cli, eng
     assert "root cause: rank 0 on master exited with code 5" in done.stderr
 
 
-def test_links_and_pipes_that_a_script_creates_must_not_reach_files_of_the_host(cli, engine):
-    victim = cli.folder / "victim"
+def test_links_and_pipes_that_a_script_creates_must_not_reach_files_of_the_host(ready):
+    victim = ready.folder / "victim"
     victim.write_text("untouched")
-    (cli.folder / "plant.py").write_text(
+    (ready.folder / "plant.py").write_text(
         "import os\nfolder = os.environ['JOB_DIR']\nif os.environ['RANK'] == '0':\n"
         f"    for name in ('report.json', '.report.json'): os.symlink({str(victim)!r}, folder + '/' + name)\n"
         "    os.mkfifo(folder + '/metrics.jsonl')\n"
         f"    os.symlink({str(victim)!r}, folder + '/checkpoints/x')\n"
     )
-    done = run(cli, engine, "--", "plant.py", timeout=150)
+    done = on_ready(ready, "--", "plant.py", timeout=150)
     assert done.returncode == 0, done.stderr
     assert victim.read_text() == "untouched"
-    assert (cli.report()["outcome"], cli.report()["checkpoints"], cli.report()["final_metrics"]) == (
+    assert (ready.report()["outcome"], ready.report()["checkpoints"], ready.report()["final_metrics"]) == (
         "succeeded",
         [],
         {},
@@ -289,19 +295,20 @@ def test_a_pinned_worker_must_be_bound_to_its_cores(cli, engine, warm):
     assert sorted(cores) == sorted(set(cores))
 
 
-def test_each_worker_must_have_its_own_values_in_the_command_which_can_be_any_program(cli, engine):
-    (cli.folder / "args.py").write_text("import sys\nprint(sys.argv[1:])\n")
-    done = run(cli, engine, "--", "args.py", "--out=$JOB_DIR/x", "${RANK} of $WORLD_SIZE", "$HOME $$")
+def test_each_worker_must_have_its_own_values_in_the_command_which_can_be_any_program(ready):
+    (ready.folder / "args.py").write_text("import sys\nprint(sys.argv[1:])\n")
+    done = on_ready(ready, "--", "args.py", "--out=$JOB_DIR/x", "${RANK} of $WORLD_SIZE", "$HOME $$")
     assert done.returncode == 0, done.stderr
-    own = cli.run_dir() / "job" if engine == "process" else "/job"
+    plan = json.loads((ready.run_dir() / "plan.json").read_text())
+    own = plan["placement"]["job_dir"]
     for rank in range(3):
-        assert cli.log(rank) == f"{[f'--out={own}/x', f'{rank} of 3', '$HOME $$']}\n"
-    (cli.folder / "go.sh").write_text('#!/bin/sh\necho "$RANK: $1"\n')
-    (cli.folder / "go.sh").chmod(0o755)
+        assert ready.log(rank) == f"{[f'--out={own}/x', f'{rank} of 3', '$HOME $$']}\n"
+    (ready.folder / "go.sh").write_text('#!/bin/sh\necho "$RANK: $1"\n')
+    (ready.folder / "go.sh").chmod(0o755)
     for command in (["go.sh", "a b"], ["sh", "go.sh", "a b"], ["sh", "-c", 'echo "$0: a b"', "$RANK"]):
-        assert run(cli, engine, "--name", "go", "--", *command).returncode == 0
-        (folder,) = cli.folder.glob("runs/go-*")
+        assert on_ready(ready, "--name", "go", "--", *command).returncode == 0
+        (folder,) = ready.folder.glob("runs/go-*")
         assert [(folder / "logs" / f"rank-{rank}.log").read_text() for rank in range(3)] == [
             f"{rank}: a b\n" for rank in range(3)
         ]
-        assert cli("rm", folder.name).returncode == 0
+        assert ready("rm", folder.name).returncode == 0
