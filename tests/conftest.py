@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,9 @@ from support.cli import Cli
 from support.leftovers import DOCKER_REQUIRED, clear, docker_answers, leftovers
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for pytest itself: tests run in parallel
+# Hundreds of commands and nodes start from this checkout; without its bytecode, each would compile it again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 for name in ("SUDO_UID", "SUDO_GID"):  # root's nodes then run as a user without an account
     os.environ.pop(name, None)
 
