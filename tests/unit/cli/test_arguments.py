@@ -168,6 +168,8 @@ def test_a_variable_must_come_from_the_flag_or_from_the_shell(do, monkeypatch):
         ("train.py --lr 1", "unknown command 'train.py'", "python -m orchestrate run train.py"),
         ("frobnicate", "unknown command 'frobnicate'", "python -m orchestrate --help"),
         ("run --trainer 2", "run: unknown option '--trainer'", "did you mean --trainers?"),
+        ("run --grace-period 3 x.py", "run: unknown option '--grace-period'", "python -m orchestrate run --help"),
+        ("run --grace=3 x.py", "run: unknown option '--grace=3'", "use --set grace=VALUE"),
         ("run --detatch train.py", "run: unknown option '--detatch'", "did you mean --detach?"),
         ("run --max-restart=2", "run: unknown option '--max-restart=2'", "did you mean --max-restarts?"),
         ("logs a --folow", "logs: unknown option '--folow'", "did you mean --follow?"),

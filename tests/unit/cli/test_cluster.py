@@ -179,6 +179,22 @@ def test_a_cluster_that_fails_to_start_must_leave_nothing_and_report_why(tmp_pat
     assert [call.partition("-")[0] for call in engine.calls] == ["prepare", "remove mine"] and engine.graces == [0]
 
 
+def test_kept_nodes_must_make_room_for_another_job_only_if_they_are_idle(tmp_path):
+    def kept(name: str) -> JobPaths:
+        paths = JobPaths(tmp_path / name)
+        store.create(SPEC, plan(SPEC, GPUS.but(cluster=name, keep=60.0), name, 0), paths)
+        return paths
+
+    for name in ("idle-1", "busy-1", "supervised-1"):
+        kept(name)
+    create(JobPaths(tmp_path / "a-1"), cluster="busy-1")  # its orchestrator has died
+    engine = Whole()
+    with supervised(tmp_path / "supervised-1"):
+        cluster.remove_kept(engine, tmp_path)
+    assert engine.calls == ["remove idle-1"]
+    assert {path.name for path in tmp_path.iterdir()} == {"busy-1", "supervised-1", "a-1"}
+
+
 def test_the_files_of_a_clusters_jobs_must_be_kept_when_it_is_taken_down(tmp_path):
     one = new_cluster(tmp_path)
     create(one.paths, cluster="c-1")

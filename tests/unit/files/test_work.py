@@ -74,6 +74,14 @@ def test_the_copy_must_have_everything_but_what_is_hidden(tree):
     assert (copy.files, copy.bytes, copy.links) == (3, sum(map(len, expected)), 0)
 
 
+def test_a_copy_must_leave_no_file_open(tree):
+    for number in range(20):
+        tree.write(f"{number}.py")
+    before = len(os.listdir("/proc/self/fd"))
+    tree.copy()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
 def test_a_copy_must_be_writable_and_keep_its_time_and_rights_but_no_set_user_id(tree):
     tree.write("run.sh", mode=0o4755)
     os.utime(tree.code / "run.sh", ns=(1, 1_234_567_890_123_456_789))

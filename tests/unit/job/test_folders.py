@@ -84,6 +84,14 @@ def test_sockets_and_pipes_in_a_mounted_folder_must_be_hidden(tmp_path, monkeypa
     assert hidden == ["/x/door", "/x/deep/pipe"]
 
 
+def test_the_file_of_services_must_be_found_from_any_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "compose.yaml").touch()
+    assert with_absolute(resolve({"services": "compose.yaml"})).services == str(tmp_path / "compose.yaml")
+    with pytest.raises(UsageError, match="services"):
+        with_absolute(resolve({"services": "none.yaml"}))
+
+
 def test_data_of_the_command_line_must_be_added_to_that_of_the_job_file():
     options = flags(parse(["run", "--data", "b=z"])[0])
     assert resolve({"data": {"a": "x", "b": "y"}}, options).data == {

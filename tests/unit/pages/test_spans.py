@@ -55,6 +55,11 @@ def test_the_time_of_a_job_must_be_divided_without_gaps():
     ]
 
 
+def test_the_time_of_a_job_that_still_runs_must_be_divided_too():
+    events = [*FIRST, *SECOND, NodeInTrouble("n", "paused", seconds=15.0)]
+    assert summary(events)[-1] == ("working", 12.0, 15.0, 1, "")
+
+
 def test_what_follows_a_last_failure_must_count_as_ending():
     events = [*FIRST, RestartDecided(False, "", 0.0, seconds=10.0), OutcomeDecided(Outcome.FAILED, "", seconds=11.0)]
     assert summary([*events, JobEnded(Outcome.FAILED, "", seconds=12.0)])[2:] == [("ending", 10.0, 12.0, 0, "")]

@@ -228,6 +228,7 @@ MANIFESTS = {  # the files, and why they are refused
     "a huge size": (lambda: [entry("a", size=1 << 60)], "size must be a whole number from 0 to"),
     "a size that is text": (lambda: [entry("a", size="4")], "size must be a whole number from 0 to"),
     "a time out of range": (lambda: [entry("a", mtime_ns=1 << 70)], "mtime_ns must be a time in nanoseconds"),
+    "a time that is no number": (lambda: [entry("a", mtime_ns=True)], "mtime_ns must be a time in nanoseconds"),
     "no digest": (lambda: [entry("a", sha256="../..")], "sha256 must be 64 hexadecimal digits"),
     "a missing field": (lambda: [{"path": "a"}], "key is missing"),
     "numbers for entries": (lambda: [7], "files must not be 7"),

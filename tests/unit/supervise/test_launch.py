@@ -58,6 +58,13 @@ def test_a_script_path_must_be_relative_to_the_code_folder(tmp_path, monkeypatch
     assert error.value.hint.endswith(f"cd {tmp_path}")
 
 
+def test_a_python_script_that_does_not_exist_must_be_refused_wherever_it_would_be(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for script in ("none.py", "sub/none.py", "/nowhere/none.py"):
+        with pytest.raises(UsageError, match=f"the script {script} does not exist"):
+            launch.check_script(JobSpec(command=(script,)))
+
+
 def test_a_script_that_looks_like_an_option_must_not_be_one_for_python(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "-c.py").touch()
