@@ -10,7 +10,7 @@ import subprocess
 import threading
 
 import pytest
-from support.faults import OPTIONS, Background
+from support.faults import Background
 from support.leftovers import docker
 from support.namespaces import Space, command, possible
 from support.optional import not_none
@@ -22,6 +22,8 @@ from orchestrate.job.spec import IMAGE
 
 pytestmark = pytest.mark.docker
 GUARDED = {"EHOSTUNREACH", "ENETUNREACH"}
+OPTIONS = ("--gpus", "none", "--set", "grace=5s")
+FILTERED = ("--set", "host_access=false")  # unlike other tests
 
 
 class Surroundings:
@@ -117,7 +119,7 @@ def test_workers_must_reach_everything_with_host_access(around, reach, nothing_l
 
 def test_a_restarted_node_must_be_filtered_before_it_starts_a_worker(cli, around, nothing_left):
     (cli.folder / "stay").touch()
-    job = Background(cli, "docker", "--", "reach.py", *around.places("tcp"), trainers=1)
+    job = Background(cli, "docker", *FILTERED, "--", "reach.py", *around.places("tcp"), trainers=1)
     eventually(lambda: all(job.has(rank, "}\n") for rank in range(2)) or job.ended_early())
     docker("restart", "--time", "0", job.node("trainer-1"))
     assert job.end() == 0, job.err
@@ -212,7 +214,7 @@ def hanging(cli):
     (cli.folder / "patch").mkdir()
     (cli.folder / "patch" / "sitecustomize.py").write_text(patch)
     cli.env["PYTHONPATH"] = f"{cli.folder}/patch:{cli.env['PYTHONPATH']}"
-    job = Background(cli, "docker", "--", "probe.py", trainers=0)
+    job = Background(cli, "docker", *FILTERED, "--", "probe.py", trainers=0)
     job.until("nodes_up")
     found = ["ps", "--quiet", "--filter", f"label={labels.GUARD}={job.project()}"]
     return job, eventually(lambda: docker(*found).strip() or job.ended_early())

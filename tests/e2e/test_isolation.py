@@ -64,6 +64,7 @@ class Other:
 
 
 @pytest.mark.parametrize("command", ["stop", "rm"])
+@pytest.mark.any_engine
 def test_stop_and_rm_must_remove_what_is_left_of_a_job_and_touch_no_other(cli, engine, command):
     other, gone = Other(cli, engine, "other"), Other(cli, engine, "gone", trainers=1)
     done = cli(command, gone.orphan())

@@ -91,6 +91,7 @@ def test_files_that_the_script_writes_must_be_in_the_run_directory_and_the_repor
     assert report["final_metrics"] == {"step": 2, "loss": 2}
 
 
+@pytest.mark.any_engine
 def test_the_written_job_file_must_run_the_same_job_again(cli, engine):
     assert run(cli, engine, "--", "probe.py", "again").returncode == 0
     first = cli.run_dir().rename(cli.folder / "first")
@@ -107,6 +108,7 @@ def test_ranks_must_follow_the_numbers_of_more_than_nine_trainers(cli, engine):
     assert [json.loads(cli.log(rank))["env"]["NODE_RANK"] for rank in range(13)] == [str(rank) for rank in range(13)]
 
 
+@pytest.mark.any_engine
 def test_a_job_of_one_node_must_run(cli, engine):
     done = run(cli, engine, "--trainers", "0", "--", "probe.py")
     assert done.returncode == 0, done.stderr
@@ -123,6 +125,7 @@ def test_one_failing_worker_must_end_the_job_and_be_named_with_its_last_lines(re
     assert (root["rank"], root["node"], root["exit_code"]) == (1, "trainer-1", 3)
 
 
+@pytest.mark.any_engine
 def test_a_killed_worker_must_be_distinguished_from_one_that_failed(cli, engine):
     job = cli.start(*RUN, "--engine", engine, "--trainers", "2", "--", "steps.py")
     cli.wait_for("stepping", rank=2)
@@ -142,6 +145,7 @@ def test_a_module_that_a_script_is_missing_must_be_reported_with_a_hint(ready):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.any_engine
 def test_a_request_to_stop_must_end_the_job_gracefully(cli, engine, number):
     job = cli.start(*RUN, "--engine", engine, "--trainers", "1", "--", "steps.py")
     cli.wait_for("stepping", rank=1)
@@ -183,6 +187,7 @@ def test_the_maximum_run_time_must_end_the_job(cli, engine):
     assert (done.returncode, cli.report()["reason"]) == (124, "max_run was reached")
 
 
+@pytest.mark.any_engine
 def test_the_other_commands_must_work_from_another_shell(cli, engine):
     name = f"a{os.getpid():x}"
     job = cli.start(*RUN, "--engine", engine, "--trainers", "1", "--name", name, "--", "steps.py")
@@ -201,6 +206,7 @@ def test_the_other_commands_must_work_from_another_shell(cli, engine):
     assert cli("stop", job_id).stderr == f"{job_id} has already ended\n"
 
 
+@pytest.mark.any_engine
 def test_stop_must_clean_up_what_a_killed_orchestrator_left(cli, engine):
     job = cli.start(*RUN, "--engine", engine, "--trainers", "1", "--", "steps.py")
     cli.wait_for("stepping", rank=1)
@@ -213,6 +219,7 @@ def test_stop_must_clean_up_what_a_killed_orchestrator_left(cli, engine):
     assert not cli.ps()
 
 
+@pytest.mark.any_engine
 def test_two_jobs_at_once_must_not_interfere(cli, engine):
     jobs = [
         cli.start(*RUN, "--engine", engine, "--trainers", "1", "--name", name, "--", "probe.py")

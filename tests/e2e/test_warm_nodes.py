@@ -225,6 +225,7 @@ def test_stop_must_end_the_job_of_a_dead_supervisor_and_keep_the_cluster(up, cli
     assert cli.report()["outcome"] == "stopped"
 
 
+@pytest.mark.any_engine
 def test_ctrl_c_must_stop_the_job_and_keep_the_cluster(up, cli, engine):
     cluster = up()
     job = Background(cli, engine, "--", "count.py", "100000")
@@ -260,6 +261,7 @@ def test_down_must_refuse_an_unknown_cluster(cli):
     )
 
 
+@pytest.mark.any_engine
 def test_a_standby_node_must_replace_a_lost_one_while_that_is_recreated(cli, engine):
     job = Background(cli, engine, "--spares", "1", "--", "count.py", "until-asked")
     job.until_step(10, rank=2)

@@ -13,7 +13,8 @@ from support.leftovers import docker
 from support.processes import environ
 from support.waiting import eventually
 
-OPTIONS = ("--gpus", "none", "--set", "grace=5s")
+# Without packet filters, which cost each container another one: test_guard.py tests them.
+OPTIONS = ("--gpus", "none", "--set", "grace=5s", "--set", "host_access=true")
 
 
 class Background:
