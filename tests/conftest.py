@@ -66,6 +66,11 @@ def pytest_collection_modifyitems(config, items):
     return (yield)
 
 
+def pytest_make_parametrize_id(val):
+    """Shorten texts of up to 100,000 characters, which would fill the list of slow tests."""
+    return f"{val[:60]}..." if isinstance(val, str) and len(val) > 100 else None
+
+
 def pytest_report_teststatus(report):
     """Count skipped GPU tests separately: the summary has one line per reason, not per test."""
     return ("skipped (GPU)", "s", "SKIPPED") if report.skipped and "gpu" in report.keywords else None
