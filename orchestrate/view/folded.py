@@ -91,7 +91,7 @@ class PlainScreen(Folded):
 
     def refresh(self, bars: Callable[[], Mapping[int, Progress | None]]) -> None:
         """Print the status, if it is time and it has changed."""
-        if self.clock.monotonic() >= self.next_read:  # more often than lines are printed, to know the pace
+        if self.clock.monotonic() >= min(self.next_read, self.due):  # also between two lines, to know the pace
             self.next_read = self.clock.monotonic() + READ_INTERVAL
             self.catch_up(bars())
         if self.clock.monotonic() < self.due:

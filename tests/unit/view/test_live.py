@@ -227,11 +227,11 @@ def test_a_line_of_status_must_be_printed_from_time_to_time(paths, capsys):
         return capsys.readouterr().err
 
     assert after(5, 100) == after(5, 110) == after(4, 120) == ""  # it is too early
-    assert after(2, 130) == "a-1: step 110 of 270 (41%), 1:20 left, loss 0.25\n"
+    assert after(2, 130) == "a-1: step 120 of 270 (44%), 1:07 left, loss 0.25\n"
     assert after(58, 200) == ""
-    assert after(2, 200).startswith("a-1: step 130 of 270 (48%)")
-    assert after(60, 200).startswith("a-1: step 200 of 270 (74%)")
-    assert after(120, 200) == ""  # nothing has changed
+    assert after(2, 230).startswith("a-1: step 200 of 270 (74%)")
+    assert after(60, 230).startswith("a-1: step 230 of 270 (85%)")
+    assert after(120, 230) == ""  # nothing has changed
 
 
 def test_a_line_of_status_must_show_the_state_of_a_progress_bar(paths, capsys):
