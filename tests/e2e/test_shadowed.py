@@ -135,6 +135,7 @@ def test_an_empty_entry_of_pythonpath_must_not_add_the_current_folder(cli, nothi
     for path in (":{root}", "{root}:", ":{root}:", "{root}::/none"):
         cli.env["PYTHONPATH"] = path.format(root=ROOT).replace(":", os.pathsep)
         run(cli, mark, "doctor", code=3)
+    run(cli, mark, "plan", *JOB, *SCRIPT)
     run(cli, mark, "run", *JOB, *SCRIPT)
     first = Path(run(cli, mark, "run", "--detach", *JOB, *SCRIPT).strip()).name
     run(cli, mark, "attach", first)

@@ -298,10 +298,11 @@ def test_a_node_must_be_terminated_first_and_killed_if_it_does_not_end(nodes, mo
     nodes.clock = FastClock()
     engine = nodes.session()
     engine.up(dataclasses.replace(nodes.plan(), nodes=("obedient", "stubborn", "discarded")))
-    children = {name: not_none(node.child) for name, node in engine.nodes.items()}
+    started = dict(engine.nodes)
     engine.discard(["discarded"])
     engine.down(0.0)
-    codes = {name: child.wait() for name, child in children.items()}
+    codes = {name: not_none(node.child).wait() for name, node in started.items()}
+    started["obedient"].signal(0)  # no error, although it is gone
     assert codes == {"obedient": 5, "stubborn": -signal.SIGKILL, "discarded": -signal.SIGKILL}
 
 
@@ -352,6 +353,7 @@ def test_a_node_that_was_started_but_does_not_listen_yet_must_be_awaited(nodes):
     lock, path = folder / "n.lock", folder / "n.sock"
     folder.mkdir(parents=True)
     lock.touch()
+    (folder / "gone.lock").symlink_to("none")
     only = [f"folder {folder}"]
     assert shell.resources("j") == only and clock.now == began  # no node is starting
     with lock.open() as shared, lock.open() as held, socket.socket(socket.AF_UNIX) as server:

@@ -12,4 +12,5 @@ def test_packages_that_cannot_be_installed_must_not_leave_a_complete_environment
     for _ in range(2):  # nor may the next job use what is there
         with pytest.raises(ResourceError, match="could not install the packages"):
             venv.create(lines)
-        assert venv.python(lines).exists()
+        folder = venv.python(lines).parents[1]
+        assert folder.exists() and not (folder / venv.DONE).exists()

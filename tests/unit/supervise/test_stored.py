@@ -2,6 +2,7 @@
 
 import itertools
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -97,59 +98,60 @@ def test_the_end_of_a_job_must_not_wait_forever_for_a_store_that_is_down(
     assert phases[-3:] == ["", f"copying output to s3://bucket/output/{name}", ""]  # nothing stays on the screen
 
 
-def test_a_job_that_is_stopped_before_it_starts_must_not_fetch_its_checkpoints(tmp_path):
-    saved, job = Saved(tmp_path / "before"), Saved(tmp_path / "run")
+class Copies:
+    """The copies that the job in `run` makes of its checkpoints, and of its `output`; `stops` are requests to stop."""
+
+    def __init__(self, folder: Path, output: bool = False, stops: int = 0) -> None:
+        self.job, self.stops = Saved(folder / "run"), stops
+        spec = JobSpec(checkpoints=f"file://{folder}/store", output=f"file://{folder}/output" if output else "")
+        self.emit = Recorder(folder / "events.jsonl")
+        self.stored = Stored(spec, JobPaths(folder / "run"), lambda: self.stops, self.emit)
+
+    def end(self, quiet: bool) -> list[Copied]:
+        copies = self.stored.end(quiet)
+        self.emit.close()
+        return copies
+
+
+@pytest.fixture
+def earlier(tmp_path) -> None:
+    """Checkpoints of an earlier run in the store."""
+    saved = Saved(tmp_path / "before")
     saved.write("last.pt", b"weights")
-    spec = JobSpec(checkpoints=f"file://{tmp_path}/store")
-    saved.copy(open_store(spec.checkpoints))
-    emit = Recorder(tmp_path / "events.jsonl")
-    stored = Stored(spec, JobPaths(tmp_path / "run"), lambda: 1, emit)
-    stored.begin()
-    stored.end(quiet=False)
-    emit.close()
-    assert not emit.events and not job.files()
+    saved.copy(open_store(f"file://{tmp_path}/store"))
+
+
+def test_a_job_that_is_stopped_before_it_starts_must_not_fetch_its_checkpoints(tmp_path, earlier):
+    copies = Copies(tmp_path, stops=1)
+    copies.stored.begin()
+    copies.end(quiet=False)
+    assert not copies.emit.events and not copies.job.files()
+
+
+def test_checkpoints_that_are_in_the_store_already_must_not_count_as_missing(tmp_path, earlier):
+    """For example, the job is resumed although it had done all steps."""
+    copies = Copies(tmp_path)
+    copies.stored.begin()
+    (copy,) = copies.end(quiet=True)
+    assert (copy.files, copy.error) == (0, "") and copies.job.files() == {"last.pt": b"weights"}
 
 
 def test_the_files_of_a_job_that_was_stopped_must_be_copied(tmp_path):
-    job = Saved(tmp_path / "run")
-    job.write("last.pt", b"weights")
-    spec = JobSpec(checkpoints=f"file://{tmp_path}/store", output=f"file://{tmp_path}/output")
-    emit = Recorder(tmp_path / "events.jsonl")
-    stops = [0]
-    stored = Stored(spec, JobPaths(tmp_path / "run"), lambda: stops[0], emit)
-    stored.begin()
-    stops[0] = 1  # only a second request ends the copying
-    copies = stored.end(quiet=True)
-    emit.close()
-    assert [(copy.what, copy.files, copy.error) for copy in copies] == [("checkpoints", 1, ""), ("output", 1, "")]
+    copies = Copies(tmp_path, output=True)
+    copies.job.write("last.pt", b"weights")
+    copies.stored.begin()
+    copies.stops = 1  # only a second request ends the copying
+    copied = [(copy.what, copy.files, copy.error) for copy in copies.end(quiet=True)]
+    assert copied == [("checkpoints", 1, ""), ("output", 1, "")]
     assert [path.read_bytes() for path in (tmp_path / "output").rglob("last.pt")] == [b"weights"]
-
-
-def test_checkpoints_that_are_in_the_store_already_must_not_count_as_missing(tmp_path):
-    """For example, the job is resumed although it had done all steps."""
-    saved, job = Saved(tmp_path / "before"), Saved(tmp_path / "run")
-    saved.write("last.pt", b"weights")
-    spec = JobSpec(checkpoints=f"file://{tmp_path}/store")
-    saved.copy(open_store(spec.checkpoints))
-    emit = Recorder(tmp_path / "events.jsonl")
-    stored = Stored(spec, JobPaths(tmp_path / "run"), lambda: 0, emit)
-    stored.begin()
-    (copy,) = stored.end(quiet=True)
-    emit.close()
-    assert (copy.files, copy.error) == (0, "") and job.files() == {"last.pt": b"weights"}
 
 
 def test_a_job_whose_nodes_may_still_write_must_not_be_copied_as_complete(tmp_path):
     """Waiting for the end of writing would take as long as they write."""
-    job = Saved(tmp_path / "run")
-    job.write("last.pt", b"weights")
-    spec = JobSpec(checkpoints=f"file://{tmp_path}/store", output=f"file://{tmp_path}/output")
-    emit = Recorder(tmp_path / "events.jsonl")
-    stored = Stored(spec, JobPaths(tmp_path / "run"), lambda: 0, emit)
-    stored.begin()
-    copies = stored.end(quiet=False)
-    emit.close()
-    assert [(copy.what, copy.error) for copy in copies] == [
+    copies = Copies(tmp_path, output=True)
+    copies.job.write("last.pt", b"weights")
+    copies.stored.begin()
+    assert [(copy.what, copy.error) for copy in copies.end(quiet=False)] == [
         ("checkpoints", "nodes may still write"),
         ("output", "nodes may still write"),
     ]
