@@ -50,5 +50,7 @@ RUN install -d -m 1777 /job
 WORKDIR /workspace
 COPY orchestrate /opt/orchestrate
 COPY app app
+# The same for a node's own program.
+RUN python3 -m compileall -q /opt/orchestrate/node
 USER 1000:1000
 ENTRYPOINT ["python", "/opt/orchestrate/node"]

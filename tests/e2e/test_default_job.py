@@ -29,6 +29,7 @@ def test_the_default_job_must_reach_the_target_accuracy_on_any_number_of_nodes(c
     assert len(list(cli.run_dir().glob("logs/rank-*.log"))) == trainers + 1
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_the_default_job_must_resume_from_its_checkpoint_after_a_failure(cli, nothing_left):
     job = Background(cli, "process", trainers=1)

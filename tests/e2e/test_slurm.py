@@ -83,6 +83,7 @@ def steps(text: str) -> list[tuple[int, int]]:
     return [(int(step), int(generation)) for step, generation in re.findall(r"^step (\d+) in (\d+)$", text, re.M)]
 
 
+@pytest.mark.exhaustive
 def test_a_script_must_train_on_two_machines(slurm):
     shutil.copy(ROOT / "examples" / "allreduce.py", slurm.cli.folder)
     job = slurm.submit("--nproc-per-node", "2", "--", "allreduce.py")

@@ -18,8 +18,12 @@ from orchestrate.storage.store import open_store
 # --- what is copied
 
 
-def test_files_must_arrive_on_another_machine_with_their_times_and_need_not_be_copied_again(store, saved, elsewhere):
-    for number in range(1000):
+def test_files_must_arrive_on_another_machine_with_their_times_and_need_not_be_copied_again(
+    request, store, saved, elsewhere
+):
+    # S3 lists at most 1000 objects in one answer.
+    count = 1000 if request.node.callspec.params["store"] == "rclone" else 20
+    for number in range(count):
         saved.write(f"step-{number % 7}/rank-{number}.pt", b"%d" % number)
     saved.write("step-0/.metadata", b"of torch's distributed checkpoints")
     saved.write("empty", b"")
@@ -27,7 +31,7 @@ def test_files_must_arrive_on_another_machine_with_their_times_and_need_not_be_c
     saved.write("a b/ü#?%&+'\n.pt", b"odd")
     os.utime(saved.path / "empty", ns=(1, 1_234_567_890_123_456_789))
     mirror = saved.copy(store)
-    assert mirror.state.files == 1004
+    assert mirror.state.files == count + 4
     assert fetched(store, elsewhere) == saved.files()
     assert (elsewhere.path / "empty").stat().st_mtime_ns == 1_234_567_890_123_456_789
     mirror = elsewhere.copy(store)
