@@ -11,7 +11,6 @@ import contextlib
 import hmac
 import os
 import socket
-import time
 from collections.abc import Callable
 
 from orchestrate.node.loop import Loop
@@ -43,7 +42,7 @@ class Lease:
     def __init__(self, loop: Loop, key: bytes, address: tuple[str, int], over: Callable[[], None]) -> None:
         """Ask the relay at `address` from now on; call `over` whenever the lease has expired."""
         self.loop, self.key, self.address, self.over = loop, key, address, over
-        self.answered = time.monotonic()
+        self.answered = loop.time()
         self.question = b""
         self.sock = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         self.sock.setblocking(False)
@@ -53,7 +52,7 @@ class Lease:
     @property
     def held(self) -> bool:
         """Whether the lease is still valid."""
-        return time.monotonic() - self.answered < LEASE_TIMEOUT
+        return self.loop.time() - self.answered < LEASE_TIMEOUT
 
     def end(self) -> None:
         """Stop asking."""
@@ -73,4 +72,4 @@ class Lease:
     def _read(self) -> None:
         with contextlib.suppress(OSError):
             if hmac.compare_digest(self.sock.recv(64), answer(self.key, self.question)):
-                self.answered = time.monotonic()
+                self.answered = self.loop.time()

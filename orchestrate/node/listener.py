@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import socket
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -86,7 +85,7 @@ class Listener:
     def _sweep(self) -> None:
         """Close connections without proof of the key in time; check again while there may be more."""
         for channel in self._silent():
-            if time.monotonic() - channel.since >= PROOF_TIMEOUT:
+            if self.loop.time() - channel.since >= PROOF_TIMEOUT:
                 channel.end()
         self.sweeping = bool(self._silent())
         if self.sweeping:

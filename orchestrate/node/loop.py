@@ -68,9 +68,13 @@ class Loop:
         if source in self.selector.get_map():
             self.selector.unregister(source)
 
+    def time(self) -> float:
+        """Seconds of the clock of `after`, which never goes back."""
+        return time.monotonic()
+
     def after(self, seconds: float, callback: Callable[[], None]) -> None:
         """Call `callback` once, `seconds` from now."""
-        self.timers.append((time.monotonic() + seconds, callback))
+        self.timers.append((self.time() + seconds, callback))
 
     def warm(self, modules: list[str]) -> None:
         """Import `modules` now, for workers that start later."""
@@ -179,12 +183,12 @@ class Loop:
     def run(self) -> None:
         """Serve until the node has been asked to end and no worker is left."""
         while self.workers or not self.ending:
-            first = min((when - time.monotonic() for when, _ in self.timers), default=MAX_WAIT)
+            first = min((when - self.time() for when, _ in self.timers), default=MAX_WAIT)
             if stdout.flush():  # the reader of stdout is slow: try again soon
                 first = min(FLUSH_INTERVAL, first)
             for key, _ in self.selector.select(max(0.0, min(first, MAX_WAIT))):
                 key.data()
-            now = time.monotonic()
+            now = self.time()
             due = [callback for when, callback in self.timers if when <= now]
             self.timers = [timer for timer in self.timers if timer[0] > now]
             for callback in due:
@@ -274,7 +278,7 @@ class Channel:
         """
         self.loop, self.sock, self.receive, self.signer, self.buffer = loop, sock, receive, signer, bytearray()
         self.heard = False  # whether the peer has sent a message; if signed, whether it has proved that it has the key
-        self.since = time.monotonic()
+        self.since = loop.time()
         loop.watch(sock, self._read)
         sock.settimeout(SEND_TIMEOUT)
         if signer:

@@ -77,6 +77,9 @@ class _Worker:
 class Timers(Protocol):
     """What is used of the node's loop."""
 
+    def time(self) -> float:
+        """Seconds of a clock that never goes back."""
+
     def after(self, seconds: float, callback: Callable[[], None]) -> None:
         """Call `callback` once, `seconds` from now."""
 
@@ -98,7 +101,7 @@ class Traffic:
 
     def start(self) -> None:
         """Sample from now on; called whenever a worker starts."""
-        self.started = time.monotonic()
+        self.started = self.loop.time()
         self.next_scan, self.scan_interval = 0.0, SCAN_INTERVALS[0]
         if not self.waiting:
             self._wait()
@@ -119,7 +122,7 @@ class Traffic:
     def sample(self) -> None:
         """Look at all workers now; raises OSError or ValueError if the kernel does not report connections."""
         running = {rank: pid for rank, pid in self.pids().items() if pid}
-        found, now = [one for one in connections() if _near(one)], time.monotonic()
+        found, now = [one for one in connections() if _near(one)], self.loop.time()
         for rank in running:
             self.workers.setdefault(rank, _Worker(now))
         self.files = MAX_FILES
@@ -148,7 +151,7 @@ class Traffic:
 
     def _wait(self) -> None:
         self.waiting = True
-        interval = min(max((time.monotonic() - self.started) / 50, MIN_INTERVAL), MAX_INTERVAL)
+        interval = min(max((self.loop.time() - self.started) / 50, MIN_INTERVAL), MAX_INTERVAL)
         self.loop.after(max(interval, self.took / MAX_LOAD), self._due)
 
     def _due(self) -> None:

@@ -9,7 +9,7 @@ class ManualLoop:
     def __init__(self) -> None:
         self.now, self.due, self.watched = 1000.0, [], {}
 
-    def monotonic(self) -> float:
+    def time(self) -> float:
         return self.now
 
     def watch(self, source, callback) -> None:

@@ -27,11 +27,9 @@ REQUEST = b'{"ask": "status"}\n'
 
 
 @pytest.fixture
-def harness(monkeypatch, tmp_path) -> Iterator[SimpleNamespace]:
+def harness(tmp_path) -> Iterator[SimpleNamespace]:
     """A loop, functions that create a listener and clients, and the messages that it has received."""
     loop, clients, received = ManualLoop(), [], []
-    for module in ("loop", "listener"):
-        monkeypatch.setattr(f"orchestrate.node.{module}.time", loop)
     server = socket.create_server(("127.0.0.1", 0), backlog=2 * MAX_CLIENTS)
 
     def client() -> socket.socket:

@@ -6,6 +6,7 @@ import socket
 import struct
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -49,10 +50,14 @@ sys.stdin.read()
 
 
 class Timers:
-    """Timers that run when a test says so."""
+    """Timers that run when a test says so, and their clock."""
 
     def __init__(self) -> None:
         self.waiting: list = []
+        self.now: float | None = None  # set by a test that moves the clock itself
+
+    def time(self) -> float:
+        return time.monotonic() if self.now is None else self.now
 
     def after(self, seconds: float, callback) -> None:
         self.waiting.append((seconds, callback))
@@ -193,18 +198,18 @@ def test_an_ipv4_address_must_be_read_from_a_socket_for_both_versions():
 
 
 def test_samples_must_be_most_frequent_at_first_and_end_with_the_workers(monkeypatch, start):
-    clock, timers = [1000.0], Timers()
-    monkeypatch.setattr(traffic.time, "monotonic", lambda: clock[0])
+    timers = Timers()
+    timers.now = 1000.0
     monkeypatch.setattr(traffic.time, "process_time", lambda: 0.0)  # a sample takes longer on a busy machine
     pids = {0: start("input()").pid}
     node = Traffic(timers, lambda: pids)
     node.start()
     node.start()  # of a second worker
     assert timers.fire() == traffic.MIN_INTERVAL
-    clock[0] += 10.0
+    timers.now += 10.0
     timers.fire()
     assert timers.fire() == 0.2
-    clock[0] += 100.0
+    timers.now += 100.0
     timers.fire()
     assert timers.fire() == traffic.MAX_INTERVAL
     node.took = 2.0  # the machine has very many connections
