@@ -138,7 +138,7 @@ def read_set(assignments: list[str]) -> dict[str, Any]:
         layer[key] = value
         if not key.startswith(("env.", "metrics.")) and key not in ("command", "name", "user"):
             with contextlib.suppress(yaml.YAMLError):
-                layer[key] = strict_yaml.parse(value, all_text=key.partition(".")[0] in ("env", "hyperparameters"))[0]
+                layer[key] = strict_yaml.parse(value, all_text=key.partition(".")[0] in TEXTS)[0]
     return layer
 
 

@@ -30,7 +30,7 @@ class _StrictLoader(yaml.SafeLoader):
     }
 
     def __init__(self, text: str, text_keys: tuple[str, ...]) -> None:
-        """`text_keys` are the keys whose values are always text."""
+        """`text_keys` are the keys whose values are always text, also as `KEY.NAME`."""
         super().__init__(text)
         self.text_keys, self.depth = text_keys, 0
 
@@ -60,7 +60,7 @@ class _StrictLoader(yaml.SafeLoader):
                 raise yaml.MarkedYAMLError(None, None, f"duplicate key {shown(key.value)}", key.start_mark)
             seen.add(key.value)
             key.tag = TEXT_TAG
-            if key.value in self.text_keys or key.value.startswith("env."):
+            if key.value.partition(".")[0] in self.text_keys:
                 _as_text(value)
         return super().construct_mapping(node, deep)
 

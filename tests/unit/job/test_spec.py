@@ -185,6 +185,11 @@ def test_values_of_env_must_stay_as_written(tmp_path):
     assert (spec.command, spec.name) == (("x.py", "1.10", "yes"), "010")
 
 
+def test_labels_and_the_command_before_workers_must_stay_as_written_in_set_too():
+    spec = resolve(read_set(["labels.version=1.10", "before=[x.py, 1.10, yes]"]))
+    assert (spec.labels, spec.before) == ({"version": "1.10"}, ("x.py", "1.10", "yes"))
+
+
 def test_a_minimum_above_the_trainers_must_be_refused():
     assert resolve({"trainers": 2, "min_trainers": 2}).min_trainers == 2
     with pytest.raises(UsageError, match="min_trainers is 3, but trainers is 2"):
@@ -251,9 +256,12 @@ def test_hyperparameters_must_become_options_unless_the_command_has_them(hyperpa
 
 def test_hyperparameters_must_stay_as_they_are_written(tmp_path):
     path = tmp_path / "job.yaml"
-    path.write_text("command: t.py\nhyperparameters: {lr: 1.10, country: no, date: 2024-01-01, amp: true, x: null}\n")
+    path.write_text(
+        "command: t.py\nhyperparameters: {lr: 1.10, country: no, date: 2024-01-01, amp: true, x: null}\n"
+        "hyperparameters.size: 1.10\n"
+    )
     spec = resolve(read_file(path), read_set(["hyperparameters.lr=1e-3", "hyperparameters.on=on"]))
-    options = ["--lr", "1e-3", "--country", "no", "--date", "2024-01-01", "--amp", "--on", "on"]
+    options = ["--lr", "1e-3", "--country", "no", "--date", "2024-01-01", "--amp", "--size", "1.10", "--on", "on"]
     assert spec.command_line == ("t.py", *options)
 
 
