@@ -94,6 +94,7 @@ class Follower:
                         yield Line(rank, self._colored(line, text), read.begin)
                 last = end and not data(file, read.offset, 1)[1]
             if last and read.partial:
+                self.silent = False
                 yield Line(rank, self._colored(line := read.rest(), self.hide(clean(line))), read.begin)
 
     def _colored(self, line: bytes, text: str) -> str:
