@@ -104,12 +104,17 @@ def test_a_second_supervisor_must_start_workers_with_the_secrets(do, printing, t
 
 
 def test_our_own_keywords_must_be_readable_even_if_a_secret_equals_them(do, printing, tmp_path):
-    spec = dataclasses.replace(SPEC, env=ENV | {"PHRASE": "failed", "DB_PASSWORD": "succeeded", "A_TOKEN": "killed"})
+    words = ("succeeded", "killed", "trainer-1", "docker")
+    spec = dataclasses.replace(
+        SPEC, env=ENV | {"PHRASE": "failed"} | {f"TOKEN_{at}": word for at, word in enumerate(words)}
+    )
     paths = create(JobPaths(tmp_path / "b-1"), spec)
     assert do("attach", "b-1")[0] == 0
     assert json.loads(paths.report.read_text())["outcome"] == "succeeded"
     events = objects(paths.events.read_bytes().splitlines())
     assert [event["outcome"] for event in events if event["event"] == "generation_ended"] == ["failed", "succeeded"]
+    assert {event["engine"] for event in events if event["event"] == "nodes_starting"} == {"docker"}
+    assert "trainer-1" in [event["node"] for event in events if event["event"] == "worker_ended"]
     assert do("wait", "b-1")[0] == 0
 
 

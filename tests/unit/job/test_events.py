@@ -226,6 +226,7 @@ VALUES |= {
         ("generation_ended", {"cause": {"rank": 1}}, "node is missing"),
         ("generation_ended", {"cause": []}, "cause must not be"),
         ("outcome_decided", {"outcome": "rescaled"}, "outcome must be one of"),
+        ("job_ended", {"outcome": "rescaled"}, "outcome must be one of"),
     ],
 )
 def test_a_damaged_event_must_be_refused_with_the_reason(name, facts, why):
@@ -234,6 +235,13 @@ def test_a_damaged_event_must_be_refused_with_the_reason(name, facts, why):
     event = kind(**{field.name: VALUES[hints[field.name]] for field in dataclasses.fields(kind)})
     with pytest.raises(ValueError, match=why):
         events.from_line(events.to_line(event) | facts)
+
+
+@pytest.mark.parametrize(
+    "event", [events.CodeCopied(1, 1 << 42, 0, 0.0), events.CheckpointsFetched("s3://a", 1, 1 << 42, "j")]
+)
+def test_sizes_of_terabytes_must_be_read_as_they_were_written(event):
+    assert events.from_line(events.to_line(event)) == event
 
 
 def test_unknown_events_and_fields_of_a_newer_version_must_be_ignored(path):
@@ -278,8 +286,11 @@ def test_a_job_that_started_no_generation_must_have_no_history():
 def test_the_generation_started_last_must_be_the_running_one():
     history = History([starting(0), EXIT])
     assert (history.running, history.exits) == (0, [EXIT])
-    history = History([starting(0), EXIT, stopping("a worker failed"), replace(ENDED, cause=FAILURE), starting(1)])
-    assert (history.running, history.exits, history.stopping) == (1, [], "")
+    hang = events.HangFound({0: "S"}, 20.0)
+    history = History(
+        [starting(0), EXIT, hang, stopping("a worker failed"), replace(ENDED, cause=FAILURE), starting(1)]
+    )
+    assert (history.running, history.exits, history.stopping, history.states) == (1, [], "", {})
 
 
 def test_the_first_reason_for_stopping_workers_must_be_kept():
@@ -293,6 +304,15 @@ def test_an_ended_generation_must_be_read_with_all_its_fields(cause):
     history = History([starting(0), replace(ENDED, cause=cause)])
     assert history.ended == [replace(ENDED, cause=cause)]
     assert (history.running, history.furthest) == (-1, 30)
+
+
+def test_the_furthest_step_must_be_that_of_any_generation_also_before_the_job_was_resumed():
+    assert History([ENDED, events.JobResumed(), replace(ENDED, generation=1, step=20)]).furthest == 30
+
+
+def test_the_hosts_of_nodes_must_be_those_of_the_last_start():
+    up = [events.NodesUp(("master",), {"master": host}) for host in ("one", "two")]
+    assert History([up[0], starting(0), ENDED, up[1]]).hosts == {"master": "two"}
 
 
 def test_a_decided_outcome_must_be_kept():

@@ -10,7 +10,7 @@ from orchestrate.cli.arguments import flags, parse
 from orchestrate.engines.docker import folders
 from orchestrate.errors import UsageError
 from orchestrate.files.paths import JobPaths
-from orchestrate.job.folders import with_absolute
+from orchestrate.job.folders import cached_data, data_folders, mounts, with_absolute, without_stores
 from orchestrate.job.layers import resolve
 
 
@@ -41,11 +41,12 @@ def mounted(spec: dict, runs: Path) -> list[dict]:
         ({"mounts": "runs/j-1/job/link:/x"}, "link is a link to "),
         ({"mounts": "runs/j-1/job/other:/x"}, "other is a link to "),
         ({"mounts": "pipe:/x"}, "pipe cannot be mounted: it is neither a folder nor a file"),
-        ({"data": {"train": "none"}}, "data.train: "),
+        ({"data": {"train": "none"}}, "none does not exist"),
         ({"data": {"train": "data/a"}}, "a is not a folder"),
         ({"data": {"a-b": "data"}}, "data must be a mapping of names to folders"),
         ({"data": {"a": "data", "A": "data"}}, "data must be a mapping of names to folders"),
         ({"data": {"a": ""}}, "data must be a mapping of names to folders"),
+        ({"data": {"a": "data\n"}}, "data must be a mapping of names to folders"),
         ({"mounts": ["data"]}, "mounts must be a list of mounts"),
         ({"mounts": "data:x"}, "mounts must be a list of mounts"),
         ({"mounts": "data:/x:wr"}, "mounts must be a list of mounts"),
@@ -90,6 +91,32 @@ def test_the_file_of_services_must_be_found_from_any_folder(tmp_path, monkeypatc
     assert with_absolute(resolve({"services": "compose.yaml"})).services == str(tmp_path / "compose.yaml")
     with pytest.raises(UsageError, match="services"):
         with_absolute(resolve({"services": "none.yaml"}))
+
+
+def test_paths_must_mean_the_same_in_any_folder_and_urls_must_stay(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "a b").mkdir()
+    data = {"one": f"file://{tmp_path}/a%20b", "two": "~/a b", "three": "s3://bucket/c"}
+    paths = {
+        "source": "code",
+        "dockerfile": "image",
+        "mounts": ["a b:/x:rw", "a b:/y"],
+        "secrets": {"A": "a", "B": "env"},
+    }
+    spec = with_absolute(resolve({"data": data, **paths}))
+    assert spec.data == {"one": f"{tmp_path}/a b", "two": f"{tmp_path}/a b", "three": "s3://bucket/c"}
+    assert (spec.source, spec.dockerfile) == (f"{tmp_path}/code", f"{tmp_path}/image")
+    assert spec.secrets == {"A": f"{tmp_path}/a", "B": "env"}
+    cache = str(cached_data("s3://bucket/c/"))
+    assert [(mount.source, mount.target, mount.writable) for mount in mounts(spec)] == [
+        (f"{tmp_path}/a b", "/data/one", False),
+        (f"{tmp_path}/a b", "/data/two", False),
+        (cache, "/data/three", False),
+        (f"{tmp_path}/a b", "/x", True),
+        (f"{tmp_path}/a b", "/y", False),
+    ]
+    assert data_folders(spec) == spec.data | {"three": cache} and list(without_stores(spec).data) == ["one", "two"]
 
 
 def test_data_of_the_command_line_must_be_added_to_that_of_the_job_file():

@@ -126,8 +126,10 @@ def test_a_gpu_in_mig_mode_without_instances_must_not_be_offered():
 
 
 def test_a_desktop_on_the_same_gpu_must_not_count_as_another_program():
-    desktop = read(LISTING, DETAILS.replace("<display_active>Disabled", "<display_active>Enabled"))[0]
+    details = DETAILS.replace("<display_active>Disabled", "<display_active>Enabled")
+    desktop = read(LISTING, details)[0]
     assert desktop.display and desktop.busy  # 20 GB are in use
+    assert read(LISTING, details.replace("display_active>", "display_mode>"))[0].display  # of older drivers
     assert not dataclasses.replace(desktop, used=9 << 30).busy and dataclasses.replace(desktop, used=10 << 30).busy
 
 
@@ -179,6 +181,7 @@ MIG = read(LISTING, DETAILS)
         (BOX, "GPU-f3", ["GPU-f3"]),
         (BOX, "1,9,2", ["GPU-f1"]),  # like CUDA, which stops at an index that does not exist
         (BOX, "1,1,2", ["GPU-f1"]),
+        (BOX, ",1", []),
         (BOX, "", []),
         (BOX, "-1", []),
         (BOX, "NoDevFiles", []),
@@ -190,6 +193,7 @@ def test_the_callers_cuda_visible_devices_must_be_respected(found, named, seen):
     offered = offer(found, "all", {"CUDA_VISIBLE_DEVICES": named})
     assert ids(offered) == seen
     assert offered.why == ("" if seen else f"CUDA_VISIBLE_DEVICES={named} matches none of the 4 GPUs")
+    assert seen or offer(found, "auto", {"CUDA_VISIBLE_DEVICES": named}) == offered
 
 
 @pytest.fixture
@@ -234,6 +238,7 @@ def test_the_reason_why_there_is_no_gpu_must_follow_from_the_pci_devices(machine
 
 MISMATCH = "Failed to initialize NVML: Driver/library version mismatch"
 UNREACHED = "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver."
+LOST = "Unable to determine the device handle for GPU0000:07:00.0: Unknown Error"
 
 
 @pytest.mark.parametrize(
@@ -241,10 +246,11 @@ UNREACHED = "NVIDIA-SMI has failed because it couldn't communicate with the NVID
     [
         (MISMATCH, f"nvidia-smi: {MISMATCH} (restart the machine to load the new driver)"),
         (UNREACHED, f"nvidia-smi: {UNREACHED.rstrip('.')}"),
+        (LOST, f"nvidia-smi: {LOST}"),
     ],
 )
 def test_a_driver_that_fails_must_be_reported_with_its_own_message(machine, message, why):
-    machine(f'echo "{message}"; exit 18', a=("0x030200", "0x10de"))
+    machine(f'echo "{message}" >&2; exit 18', a=("0x030200", "0x10de"))
     assert gpus.look() == () and why_none() == why == trouble_of(f"x\n{message}\nNVML library version: 580.95\n")
 
 
@@ -252,6 +258,9 @@ def test_control_characters_in_the_output_of_a_container_must_not_reach_the_term
     assert (
         trouble_of("Failed to initialize NVML: \x1b]0;owned\x07") == "nvidia-smi: Failed to initialize NVML: ]0;owned"
     )
+    listing, details = LISTING.replace("H200", "\x1b]0;H200\x07"), DETAILS.replace("580.95.05", "580.95\n\u009b2J")
+    found = read(listing, details)[0]
+    assert (found.name, found.driver) == ("NVIDIA 0H200", "")
 
 
 def test_the_gpus_of_this_machine_must_be_the_ones_that_nvidia_smi_lists(machine, tmp_path):
@@ -267,6 +276,7 @@ def test_the_cores_near_a_gpu_must_be_those_of_its_numa_node(tmp_path):
     assert near("00000000:0A:00.0", tmp_path) == (0, 1, 2, 8)
     (tmp_path / "0000:0a:00.0" / "local_cpulist").write_text("\n")  # a machine without this information
     assert near("00000000:0A:00.0", tmp_path) == near("00000000:0B:00.0", tmp_path) == near("", tmp_path) == ()
+    assert gpus.fields(Offer(gpus=BOX), pin=True)["gpu_cores"] == ((),) * len(BOX)  # whose bus is not known
 
 
 def test_workers_must_be_bound_to_the_cores_near_their_gpus():
@@ -274,6 +284,7 @@ def test_workers_must_be_bound_to_the_cores_near_their_gpus():
     assert shares_near(tuple(range(8)), [second, first]) == [(4, 5, 6, 7), (0, 1, 2, 3)]
     assert shares_near(tuple(range(8)), [second, second, first]) == [(4, 5), (6, 7), (0, 1)]
     assert shares_near((2, 3, 5), [second, first]) == [(5,), (2,)]  # the other cores are not available to us
+    assert shares_near((0, 2, 1, 3), [first, first]) == [(0, 2), (1, 3)]  # neighbors stay together
     for unknown in ([(), first], [(0, 1, 2), (2, 3)], [(9,), first]):
         assert shares_near(tuple(range(8)), unknown) == [(0, 1, 2, 3), (4, 5, 6, 7)]
 

@@ -231,3 +231,10 @@ def test_an_overwritten_line_must_be_shown_as_progress(paths):
     with paths.log(1).open("ab") as file:
         file.write(b"100%\n")
     assert read(follower) == ["1 100%"] and follower.bars() == {}
+
+
+def test_secrets_must_be_hidden_in_lines_that_are_not_complete_too(paths):
+    paths.log(0).write_bytes(b"10% of hunter2\r")
+    follower = Follower(paths, [0], hide=lambda text: text.replace("hunter2", "***"))
+    assert read(follower) == [] and follower.bars() == {0: "10% of ***"}
+    assert read(follower, end=True) == ["0 10% of ***"]

@@ -225,7 +225,7 @@ def test_secrets_must_be_names_of_env(names):
     assert set(resolve({"env": {"A": "x", "B": "y"}, "secrets": names}).secrets) <= {"A", "B"}
     with pytest.raises(UsageError, match="secrets lists [AB], which is not in env"):
         resolve({"env": {"C": "x"}, "secrets": names})
-    for wrong in ("A=x", ["a-b"], {"A": 1}, 7, [7]):
+    for wrong in ("A=x", ["a-b"], {"A": 1}, {"A": ""}, 7, [7]):
         with pytest.raises(UsageError, match="secrets must be names in env, or a mapping"):
             resolve({"env": {"A": "x"}, "secrets": wrong})
 

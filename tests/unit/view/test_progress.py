@@ -112,6 +112,7 @@ def test_a_pattern_that_takes_too_long_must_be_ignored_from_then_on():
         ({"loss": "("}, "missing )"),
         ({"": "(a)"}, "a mapping of metrics"),
         ({"loss": 3}, "a mapping of metrics"),
+        ({"loss": f"({'a' * 999})"}, "a mapping of metrics"),
         ({f"loss{number}": "(a)" for number in range(21)}, "at most 20"),
         ("loss", "a mapping of metrics"),
     ],
