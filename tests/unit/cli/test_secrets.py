@@ -104,10 +104,8 @@ def test_a_second_supervisor_must_start_workers_with_the_secrets(do, printing, t
 
 
 def test_our_own_keywords_must_be_readable_even_if_a_secret_equals_them(do, printing, tmp_path):
-    words = ("succeeded", "killed", "trainer-1", "docker")
-    spec = dataclasses.replace(
-        SPEC, env=ENV | {"PHRASE": "failed"} | {f"TOKEN_{at}": word for at, word in enumerate(words)}
-    )
+    secrets = {f"TOKEN_{at}": word for at, word in enumerate(("succeeded", "killed", "trainer-1", "docker"))}
+    spec = dataclasses.replace(SPEC, env=ENV | {"PHRASE": "failed"} | secrets)
     paths = create(JobPaths(tmp_path / "b-1"), spec)
     assert do("attach", "b-1")[0] == 0
     assert json.loads(paths.report.read_text())["outcome"] == "succeeded"

@@ -287,9 +287,7 @@ def test_the_generation_started_last_must_be_the_running_one():
     history = History([starting(0), EXIT])
     assert (history.running, history.exits) == (0, [EXIT])
     hang = events.HangFound({0: "S"}, 20.0)
-    history = History(
-        [starting(0), EXIT, hang, stopping("a worker failed"), replace(ENDED, cause=FAILURE), starting(1)]
-    )
+    history = History([starting(0), EXIT, hang, stopping("hung"), replace(ENDED, cause=FAILURE), starting(1)])
     assert (history.running, history.exits, history.stopping, history.states) == (1, [], "", {})
 
 

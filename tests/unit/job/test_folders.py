@@ -98,13 +98,8 @@ def test_paths_must_mean_the_same_in_any_folder_and_urls_must_stay(tmp_path, mon
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "a b").mkdir()
     data = {"one": f"file://{tmp_path}/a%20b", "two": "~/a b", "three": "s3://bucket/c"}
-    paths = {
-        "source": "code",
-        "dockerfile": "image",
-        "mounts": ["a b:/x:rw", "a b:/y"],
-        "secrets": {"A": "a", "B": "env"},
-    }
-    spec = with_absolute(resolve({"data": data, **paths}))
+    paths = {"source": "code", "dockerfile": "image", "secrets": {"A": "a", "B": "env"}}
+    spec = with_absolute(resolve({"data": data, "mounts": ["a b:/x:rw", "a b:/y"], **paths}))
     assert spec.data == {"one": f"{tmp_path}/a b", "two": f"{tmp_path}/a b", "three": "s3://bucket/c"}
     assert (spec.source, spec.dockerfile) == (f"{tmp_path}/code", f"{tmp_path}/image")
     assert spec.secrets == {"A": f"{tmp_path}/a", "B": "env"}
