@@ -96,6 +96,7 @@ def test_a_command_must_mean_what_it_means_to_torchrun(arguments, read, asked):
         ("torchrun --nnodes 0 train.py", "expected a number of nodes such as 4 or 1:4, not '0'"),
         ("torchrun --nnodes 4:x train.py", "expected a number of nodes such as 4 or 1:4, not '4:x'"),
         ("torchrun --nnodes", "expected one argument"),
+        ("torchrun -- --lr 1", "option --lr is not supported"),
         ("torchrun --virtual-local-rank train.py", "--virtual-local-rank"),
     ],
 )

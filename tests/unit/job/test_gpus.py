@@ -210,6 +210,7 @@ def machine(tmp_path, monkeypatch):
             (tmp_path / "pci" / name).mkdir(parents=True)
             (tmp_path / "pci" / name / "class").write_text(f"{kind}\n")
             (tmp_path / "pci" / name / "vendor").write_text(f"{vendor}\n")
+        (tmp_path / "pci" / "removed").mkdir(parents=True)  # has no files anymore
         monkeypatch.setattr(gpus, "PCI", tmp_path / "pci")
 
     return fake

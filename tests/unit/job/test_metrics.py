@@ -42,6 +42,7 @@ def test_a_line_that_is_too_long_must_be_ignored():
         [{}] * 1001,
         [[0] * 500] * 2,  # more than 1000 values, counting the lists
         {str(number): [0] for number in range(501)},
+        {"x" * 1001: 0},
         [[[[0]]]],
         "x" * 1001,
         1 << 63,
