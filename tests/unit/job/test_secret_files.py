@@ -47,5 +47,6 @@ def test_secrets_of_a_list_must_be_variables_and_an_unusual_source_must_be_refus
 
 
 def test_a_variable_with_the_path_of_a_secret_must_not_be_set_as_well():
+    assert resolve({"secrets": ["A"], "env": {"A": "x", "A_FILE": "/x"}}).files == {}
     with pytest.raises(UsageError, match="env.A_FILE contradicts secrets.A"):
         resolve({"secrets": {"A": "env"}, "env": {"A_FILE": "/x"}})

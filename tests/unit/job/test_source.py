@@ -30,10 +30,11 @@ def test_a_url_that_leads_elsewhere_must_be_refused(text):
         source.parsed(text)
 
 
-@pytest.mark.parametrize("text", ["git+ext::sh -c x", "git+http://host/a", "git+/a/b", "git+git@host:a"])
-def test_other_protocols_must_be_refused(text):
-    with pytest.raises(UsageError, match="source must be"):
+@pytest.mark.parametrize("text", ["git+ext::sh -c x", "git+http://me:pass@host/a", "git+/a/b", "git+git@host:a"])
+def test_other_protocols_must_be_refused_without_repeating_a_password(text):
+    with pytest.raises(UsageError, match="source must be") as caught:
         resolve({"source": text})
+    assert "pass@" not in str(caught.value)
 
 
 def test_a_folder_without_a_repository_must_have_no_commit(tmp_path, monkeypatch):

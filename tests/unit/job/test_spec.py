@@ -1,5 +1,7 @@
 """Job files and options must be parsed, or be refused with a message that names the key."""
 
+import re
+
 import pytest
 from support.job_values import BAD, GOOD
 from support.odd_text import odd
@@ -223,8 +225,9 @@ def test_odd_text_must_survive_a_generated_job_file(tmp_path):
 @pytest.mark.parametrize("names", ["A", ["A"], "A B"])
 def test_secrets_must_be_names_of_env(names):
     assert set(resolve({"env": {"A": "x", "B": "y"}, "secrets": names}).secrets) <= {"A", "B"}
-    with pytest.raises(UsageError, match="secrets lists [AB], which is not in env"):
+    with pytest.raises(UsageError, match="secrets lists [AB], which is not in env") as caught:
         resolve({"env": {"C": "x"}, "secrets": names})
+    assert re.fullmatch(r"set env\.[AB], or secrets\.[AB]=env", caught.value.hint)
     for wrong in ("A=x", ["a-b"], {"A": 1}, {"A": ""}, 7, [7]):
         with pytest.raises(UsageError, match="secrets must be names in env, or a mapping"):
             resolve({"env": {"A": "x"}, "secrets": wrong})
@@ -270,7 +273,7 @@ def test_a_hyperparameter_that_looks_like_a_secret_must_be_refused_without_its_v
         with pytest.raises(UsageError, match=f"hyperparameters.{name} looks like a secret") as caught:
             resolve({"command": "t.py", "hyperparameters": {name: value}})
         assert value not in f"{caught.value} {caught.value.hint}"
-    assert resolve({"hyperparameters": {"eos_token": "<|endoftext|>", "max_key": "7", "password_length": 9}})
+    assert resolve({"hyperparameters": {"eos_token": "<|endoftext|>", "BOS_TOKEN": "<|s|>", "max_key": "7", "password_length": 9}})
 
 
 @pytest.mark.parametrize("operator", ["&&", "|", ">", ";"])
