@@ -18,6 +18,9 @@ def test_a_log_must_be_read_in_parts_with_its_last_line_intact(paths):
     lines = [line for look in reads for line in look]
     assert "".join(lines) == "x" * (3 << 20) + "last" and lines[-1] == "last"
     assert reads[-1] == [] and all(sum(map(len, look)) <= 2 << 20 for look in reads)
+    paths.log(1).write_text("first\nsecond\nlast")
+    follower.follow([1])
+    assert [line.text for _ in range(4) for line in follower.lines(end=True, most=8)] == ["first", "second", "last"]
 
 
 @pytest.mark.parametrize(
@@ -67,7 +70,7 @@ def test_lines_must_not_repeat_when_other_ranks_are_followed(tmp_path):
     for rank in range(2):
         with paths.log(rank).open("a") as file:
             file.write("more\n")
-    assert read(follower) == ["1 more"]
+    assert read(follower) == ["1 more"] and follower.offsets() == {0: 5, 1: 10}
     follower.follow([0, 1])
     assert read(follower) == ["0 more"]
 
@@ -77,9 +80,10 @@ def test_earlier_output_must_be_skipped_except_the_last_lines(tmp_path):
     paths.create()
     paths.log(0).write_text("".join(f"line {number}\n" for number in range(1000)))
     paths.log(1).write_text("short\n")
-    follower = Follower(paths, [0, 1])
-    follower.skip(last=20)
-    assert read(follower) == ["0 line 998", "0 line 999", "1 short"]
+    for skip in (Follower.skip, Follower.near_end):
+        follower = Follower(paths, [0, 1])
+        skip(follower, 20)
+        assert read(follower) == ["0 line 998", "0 line 999", "1 short"]
 
 
 def test_generation_marks_must_be_left_out_on_request(tmp_path):
@@ -88,6 +92,16 @@ def test_generation_marks_must_be_left_out_on_request(tmp_path):
     paths.log(0).write_bytes(b"a\n[node] generation 1\nb\n")
     assert read(Follower(paths, [0])) == ["0 a", "0 [node] generation 1", "0 b"]
     assert read(Follower(paths, [0], marks=False)) == ["0 a", "0 b"]
+
+
+def test_a_generation_mark_must_not_count_as_output_of_a_worker(paths):
+    follower, heard = Follower(paths, [0]), []
+    follower.heard = lambda rank, line: heard.append((rank, line))
+    for line, silent in (("[node] generation 1\n", True), ("a\n", False), ("[node] generation 2\n", False)):
+        with paths.log(0).open("a") as file:
+            file.write(line)
+        assert len(read(follower)) == 1 and follower.silent is silent
+    assert heard == [(0, "a")]
 
 
 def test_the_tail_must_be_the_last_lines_of_a_long_log(tmp_path):
@@ -112,8 +126,9 @@ def test_a_log_that_is_longer_than_a_chunk_must_be_shown_whole(tmp_path, monkeyp
     paths = JobPaths(tmp_path / "a-1")
     paths.create()
     written = [f"line {number}" for number in range(20)]
-    paths.log(0).write_text("\n".join(written))
-    assert read(Follower(paths, [0]), end=True) == [f"0 {line}" for line in written]
+    paths.log(0).write_text(text := "\n".join(written))
+    expected = [(line, f"{text}\n".index(f"{line}\n")) for line in written]
+    assert [(line.text, line.offset) for line in Follower(paths, [0]).lines(end=True)] == expected
 
 
 def test_each_log_must_be_skipped_to_its_last_lines(tmp_path):
@@ -224,10 +239,13 @@ def test_the_last_of_several_dumps_must_be_shown_and_also_one_without_a_current_
 
 
 def test_an_overwritten_line_must_be_shown_as_progress(paths):
-    paths.log(0).write_bytes(b"begun\n")
+    paths.log(0).write_bytes(b"begun\nhalf a line")
     paths.log(1).write_bytes(b"begun\n 10%|#   |\r 20%|##  |\r")
     follower = Follower(paths, [0, 1])
     assert read(follower) == ["0 begun", "1 begun"] and follower.bars() == {1: " 20%|##  |"}
+    follower.follow([0])
+    assert follower.bars() == {}
+    follower.follow([0, 1])
     with paths.log(1).open("ab") as file:
         file.write(b"100%\n")
     assert read(follower) == ["1 100%"] and follower.bars() == {}
