@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from orchestrate.job import metrics
-from orchestrate.job.metrics import listed, place, shown, strict
+from orchestrate.job.metrics import is_number, listed, place, shown, strict
 from orchestrate.job.steps import Steps
 
 
@@ -19,7 +19,7 @@ def kept(*lines: object) -> list[dict]:
 def test_the_last_value_of_each_metric_and_every_pace_record_must_be_kept():
     lines = ({"step": 1, "loss": 0.5, "rank_seconds": [1, 2]}, {"step": 2, "rank_seconds": [3, 4]}, {"step": 3})
     assert kept(*lines) == [{"rank_seconds": [1, 2]}, {"rank_seconds": [3, 4]}, {"step": 3, "loss": 0.5}]
-    assert kept() == []
+    assert kept() == [] and kept({"rank_seconds": 0.5}) == [{"rank_seconds": 0.5}]
 
 
 @pytest.mark.parametrize(
@@ -77,15 +77,21 @@ def test_metrics_that_a_copied_report_contains_must_be_shown_as_far_as_they_are_
     for _ in range(5000):
         deep = [deep]
     found = {"loss": math.nan, "grad": -math.inf, "big": 10**400, "deep": deep, "rank_seconds": [1], "note": "x"}
-    assert listed(shown(found | {"x" * 2000: 1, "acc": 0.5})) == ["loss NaN", "acc 0.5", "grad -Infinity"]
+    assert listed(shown(found | {"x" * 2000: 1, "acc": 0.5, "on": True})) == ["loss NaN", "acc 0.5", "grad -Infinity"]
     assert strict(shown(found)) == {"loss": "NaN", "grad": "-Infinity", "note": "x"}
     assert shown(None) == shown([1]) == {}
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1 << 63, -1e300, True, "1", None])
+def test_only_finite_numbers_of_a_reasonable_size_must_count_as_numbers(value):
+    assert is_number(0) and is_number(-2.5) and not is_number(value)
 
 
 @pytest.mark.parametrize(
     ("name", "importance"),
     [
         ("loss", 0),
+        ("Loss", 0),
         ("train_loss", 0),
         ("eval/loss", 0),
         ("test_accuracy", 1),
