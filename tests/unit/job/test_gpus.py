@@ -158,11 +158,12 @@ def test_an_invalid_listing_must_give_no_gpus(listing):
 
 def test_auto_must_leave_out_gpus_in_use_and_a_number_must_take_them_last():
     assert ids(offer(BOX, "auto", {})) == ["GPU-f1", "GPU-f3"]
-    assert offer(BOX, "auto", {}).note == "2 GPUs in use by other programs, skipped"
+    assert offer(BOX, "auto", {}).note == "2 GPUs in use by other programs, skipped" and not offer(BOX, "auto", {}).why
     assert ids(offer(BOX, 3, {})) == ["GPU-f1", "GPU-f3", "GPU-b0"]
     assert offer(BOX, 3, {}).note == "GPU-b0, 5% of its memory in use" and offer(BOX, 2, {}).note == ""
     assert ids(offer(BOX, "all", {})) == [gpu.id for gpu in BOX]
     assert len(offer(BOX, 5, {}).gpus) == 4  # the plan reports that there are too few
+    assert str(Gpu(id="GPU-u", index=0, used=1)) == "GPU-u"  # in use, of a total that is not known
 
 
 def test_auto_must_report_that_all_gpus_are_in_use_with_a_hint():

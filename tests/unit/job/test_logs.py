@@ -47,7 +47,7 @@ def test_a_line_must_be_shown_without_terminal_control_sequences(line, shown):
 def test_lines_must_be_returned_once_and_whole(tmp_path):
     paths = JobPaths(tmp_path / "a-1")
     paths.create()
-    follower = Follower(paths, [0, 1])
+    follower = Follower(paths, [1, 0])
     assert read(follower) == []
     paths.log(0).write_bytes(b"a\nb\nhal")
     assert read(follower) == ["0 a", "0 b"]

@@ -101,6 +101,11 @@ def test_a_file_that_cannot_be_read_must_not_hide_the_others(tmp_path):
     assert preload(JobSpec(command=("train.py",)), tmp_path) == TORCH
 
 
+def test_frameworks_must_be_found_by_their_names(tmp_path):
+    (tmp_path / "train.py").write_text("import deepspeed, pytorch_lightning.callbacks\nfrom transformers import Trainer")
+    assert imports.uses(["train.py"], str(tmp_path)) == ["deepspeed", "pytorch_lightning", "transformers"]
+
+
 def test_the_number_of_files_read_must_be_limited(tmp_path, monkeypatch):
     monkeypatch.setattr(imports, "MAX_FILES", 3)
     for number, text in enumerate(("import f1", "import f2", "import f3", "import torch")):
