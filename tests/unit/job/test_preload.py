@@ -102,7 +102,7 @@ def test_a_file_that_cannot_be_read_must_not_hide_the_others(tmp_path):
 
 
 def test_frameworks_must_be_found_by_their_names(tmp_path):
-    (tmp_path / "train.py").write_text("import deepspeed, pytorch_lightning.callbacks\nfrom transformers import Trainer")
+    (tmp_path / "train.py").write_text("import deepspeed, pytorch_lightning.cli\nfrom transformers import Trainer")
     assert imports.uses(["train.py"], str(tmp_path)) == ["deepspeed", "pytorch_lightning", "transformers"]
 
 
