@@ -37,6 +37,9 @@ def differences(one: cluster.Cluster, site: Site = GPUS, **wanted) -> list[str]:
     ("key", "value"),
     [
         ("image", "other:1"),
+        ("dockerfile", "folder"),
+        ("pip", ["numpy"]),
+        ("data", {"train": "/data"}),
         ("memory", "2g"),
         ("cpus", 1.5),
         ("shm_size", "2g"),
@@ -76,7 +79,8 @@ def test_a_job_that_needs_less_or_differs_only_in_job_settings_must_use_the_clus
 @pytest.mark.parametrize(
     ("site", "wanted", "why"),
     [
-        (GPUS.but(engine="process"), {}, "its engine is docker"),
+        (GPUS.but(engine="process", image="sha256:2"), {}, "its engine is docker"),
+        (GPUS.but(image="sha256:2"), {}, "its image has been built again"),
         (GPUS.but(code="/elsewhere"), {}, "its code folder is "),
         (GPUS, {"trainers": 3}, "it has 2 trainers, the job needs 3"),
         (GPUS, {"spares": 1}, "it has 2 trainers, the job needs 3"),
@@ -135,8 +139,10 @@ def test_a_cluster_with_an_unfinished_job_must_not_be_given_to_another_job(tmp_p
 
 @pytest.mark.parametrize(("engine", "folder"), [("docker", "/job/a-1"), ("swarm", "/job/a-1"), ("process", "/job")])
 def test_a_job_on_a_cluster_must_write_to_its_own_folder(tmp_path, engine, folder):
-    placed = new_cluster(tmp_path, site=GPUS.but(engine=engine)).placement(HERE.placement, "a-1")
+    spec = dataclasses.replace(SPEC, spares=1)
+    placed = new_cluster(tmp_path, spec, GPUS.but(engine=engine, keep=60.0)).placement(HERE.placement, "a-1")
     assert (placed.job_dir, placed.cluster) == (folder, "c-1")
+    assert (placed.sharing, placed.keep) == (4, 60.0)  # nodes among which the memory of a host is divided
 
 
 def test_clusters_must_be_listed_by_name_without_jobs_and_incomplete_ones(tmp_path):
@@ -180,19 +186,19 @@ def test_a_cluster_that_fails_to_start_must_leave_nothing_and_report_why(tmp_pat
 
 
 def test_kept_nodes_must_make_room_for_another_job_only_if_they_are_idle(tmp_path):
-    def kept(name: str) -> JobPaths:
-        paths = JobPaths(tmp_path / name)
-        store.create(SPEC, plan(SPEC, GPUS.but(cluster=name, keep=60.0), name, 0), paths)
-        return paths
+    def up(name: str, **site: object) -> None:
+        store.create(SPEC, plan(SPEC, GPUS.but(cluster=name, **site), name, 0), JobPaths(tmp_path / name))
 
     for name in ("idle-1", "busy-1", "supervised-1"):
-        kept(name)
+        up(name, keep=60.0)
+    up("cluster-1"), up("local-1", keep=60.0, engine="process")
     create(JobPaths(tmp_path / "a-1"), cluster="busy-1")  # its orchestrator has died
     engine = Whole()
     with supervised(tmp_path / "supervised-1"):
         cluster.remove_kept(engine, tmp_path)
     assert engine.calls == ["remove idle-1"]
-    assert {path.name for path in tmp_path.iterdir()} == {"busy-1", "supervised-1", "a-1"}
+    left = {"busy-1", "supervised-1", "a-1", "cluster-1", "local-1"}
+    assert {path.name for path in tmp_path.iterdir()} == left
 
 
 def test_the_files_of_a_clusters_jobs_must_be_kept_when_it_is_taken_down(tmp_path):

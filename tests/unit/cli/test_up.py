@@ -4,10 +4,15 @@ import os
 from pathlib import Path
 
 import pytest
+from support.commanded import create
+from support.optional import not_none
 from support.plans import Site
 from support.scripted import ALL_WELL
 
 from orchestrate.engines.base import JobState
+from orchestrate.files import records
+from orchestrate.files.paths import JobPaths
+from orchestrate.job import store
 
 APP = ("--gpus", "none", "--", "-m", "app.train")
 
@@ -34,6 +39,7 @@ def test_up_must_start_nodes_that_jobs_use(do, engine, runs):
 
 
 def test_up_must_name_other_clusters_for_jobs_from_this_folder(do, engine, runs):
+    create(JobPaths(runs / "elsewhere-1"), cluster="elsewhere-1")  # for jobs from another folder
     _, (name,), err = do("up", "--trainers", "2", "--gpus", "none")
     assert not any("note" in line for line in err)
     assert f"note: {name} is also up" in do("up", "--trainers", "1", "--gpus", "none")[2]
@@ -62,12 +68,35 @@ def test_up_must_return_when_its_nodes_are_warm_or_say_that_they_are_not(do, eng
 
 def test_a_cluster_whose_jobs_are_in_another_folder_must_be_named_with_that_folder(do, engine, runs, tmp_path):
     _, (name,), _ = do("up", "--trainers", "2", "--gpus", "none")
-    engine.generations = [[ALL_WELL]]
-    engine.states = [JobState(name, "docker", 3, runs / name / "nodes", os.getuid())]
+    engine.generations = [[ALL_WELL], [ALL_WELL]]
+    job = Path(do("run", "--trainers", "2", *APP)[2][-1])
     do.runs = tmp_path / "others"
+    _, (small,), _ = do("up", "--trainers", "1", "--gpus", "none")
+    create(JobPaths(runs / "elsewhere-1"), cluster="elsewhere-1")  # for jobs from another folder
+    clusters = (runs / name, do.runs / small, runs / "elsewhere-1")
+    engine.states = [JobState(path.name, "docker", 3, path / "nodes", os.getuid()) for path in clusters]
+    engine.states.append(JobState(job.name, "docker", 3, job / "job", os.getuid()))
     code, _, err = do("run", "--trainers", "2", *APP)
-    assert code == 0 and err[0] == f"not using {name}: its jobs are in another folder (--runs {runs})"
-    assert " on " not in err[1].partition("workers")[2]
+    assert code == 0 and err[:2] == [
+        f"not using {small}: it has 1 trainer, the job needs 2",
+        f"not using {name}: its jobs are in another folder (--runs {runs})",
+    ]
+    assert err[2].startswith("job ") and " on " not in err[2].partition("workers")[2]
+
+
+def test_nodes_that_are_kept_must_have_the_settings_of_their_job_but_not_its_secrets(do, engine, runs, monkeypatch):
+    monkeypatch.setenv("API_TOKEN", "hunter2000")
+    engine.generations = [[ALL_WELL]]
+    options = ("--keep", "10m", "-e", "API_TOKEN", "--secret", "API_TOKEN", "--memory", "2g")
+    assert do("run", "--trainers", "2", *options, *APP)[0] == 0
+    (paths,) = map(JobPaths, runs.glob("kept-*"))
+    spec, plan = store.load(paths)
+    assert (spec.memory, spec.trainers, spec.env, spec.secrets, spec.contents) == ("2g", 2, {}, {}, {})
+    assert plan.placement.keep == 600.0 and not_none(records.find(paths.root)).secrets == {}
+    engine.generations, engine.calls = [[ALL_WELL]], []
+    assert do("plan", "--trainers", "2", *APP)[0] == do("run", "--trainers", "2", *APP)[0] == 0
+    removed = f"remove {paths.root.name}"  # only a job that runs may need their memory
+    assert engine.calls == ["look", "prepare", removed, "up", "start", "down"]
 
 
 def test_a_cluster_must_have_the_name_it_was_given(do, engine, runs):
