@@ -31,8 +31,16 @@ def test_defaults_must_apply_unless_a_job_file_or_an_option_overrides_them(do, c
     assert (env["A"], env["B"], env["TORCHELASTIC_MAX_RESTARTS"]) == ("file", "default", "2")
 
 
-@pytest.mark.parametrize("text", ["command: x.py", "trainer: 3", "- a", "name: x"])
+@pytest.mark.parametrize("text", ["command: x.py", "trainer: 3", "- a", "name: x", "source: x"])
 def test_invalid_defaults_must_be_refused_with_their_place(do, configured, text):
     configured(text)
     code, _, messages = do("plan")
     assert code == 2 and "defaults.yaml" in messages[0]
+
+
+def test_defaults_must_not_come_from_the_current_folder(do, configured, tmp_path, monkeypatch):
+    configured("command: none.py\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CONFIG_HOME", "config")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert do("plan", "--", "-m", "app.train")[0] == 0

@@ -7,12 +7,14 @@ import time
 from pathlib import Path
 
 import pytest
-from support.commanded import create, supervised
+from support.commanded import Meanwhile, create, noted, runs_elsewhere, supervised
 from support.scripted import ALL_WELL
 
 from orchestrate.cli import listing
 from orchestrate.files import private, records
 from orchestrate.files.paths import JobPaths
+from orchestrate.job.events import OutcomeDecided, WorkersStarted
+from orchestrate.job.outcomes import Outcome
 
 DAY = 86400
 
@@ -33,7 +35,8 @@ def jobs(do, tmp_path) -> Path:
     """Three jobs that have ended and one that is running."""
     for name in ("old-1", "new-1", "dirty-1", "running-1"):
         create(JobPaths(tmp_path / name))
-    end(JobPaths(tmp_path / "old-1"), 40 * DAY, outcome="succeeded", final_metrics={"step": 9, "loss": 0.12345})
+    measured = {"step": 9, "loss": 0.12345, "lr": float("inf"), "seen": 7}
+    end(JobPaths(tmp_path / "old-1"), 40 * DAY, outcome="succeeded", final_metrics=measured)
     end(JobPaths(tmp_path / "new-1"), 7200)
     end(JobPaths(tmp_path / "dirty-1"), 40 * DAY, left_behind="container x")
     return tmp_path
@@ -56,32 +59,42 @@ def test_ps_must_list_jobs_that_have_ended_on_request(do, jobs):
     rows = {line.split()[0]: re.split("  +", line) for line in lines[1:]}
     assert [*rows] == ["running-1", "new-1", "dirty-1", "old-1"]
     assert rows["new-1"] == ["new-1", "docker", "0", "failed", "2 h ago", "90 s", str(jobs / "new-1")]
-    old = ["old-1", "docker", "0", "succeeded", "40 d ago", "90 s", "loss 0.1235, step 9", str(jobs / "old-1")]
-    assert rows["old-1"] == old
+    old = ["old-1", "docker", "0", "succeeded", "40 d ago", "90 s", "loss 0.1235, step 9, lr Infinity"]
+    assert rows["old-1"] == [*old, str(jobs / "old-1")]
+    do.engine.states = [runs_elsewhere(jobs / "dirty-1", "dirty-1")]
+    assert sum(line.startswith("dirty-1 ") for line in do("ps", "--all")[1]) == 1  # with its nodes
 
 
 def test_ps_must_print_json(do, jobs):
     found = {job["name"]: job for job in json.loads("\n".join(do("ps", "-a", "--json")[1]))}
-    assert found["old-1"]["metrics"] == {"step": 9, "loss": 0.12345} and found["old-1"]["state"] == "succeeded"
+    assert found["old-1"]["metrics"] == {"step": 9, "loss": 0.12345, "lr": "Infinity", "seen": 7}
+    assert (found["old-1"]["state"], found["old-1"]["engine"], found["old-1"]["nodes"]) == ("succeeded", "docker", 0)
     assert found["new-1"]["duration_s"] == 90.0 and found["new-1"]["run_directory"] == str(jobs / "new-1")
+    assert found["new-1"]["started"] == JobPaths(jobs / "new-1").spec.stat().st_mtime
     assert json.loads("\n".join(do("ps", "--json")[1])) == []
 
 
 def test_ps_must_show_the_last_metrics_of_a_running_job(do, jobs):
     rows = [{"step": step, "loss": 1 / step, "rank_seconds": [0.1]} for step in range(1, 5)]
-    (JobPaths(jobs / "running-1").shared / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    paths = JobPaths(jobs / "running-1")
+    (paths.shared / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     with supervised(jobs / "running-1"):
-        (found,) = json.loads("\n".join(do("ps", "--json")[1]))
-    assert found["metrics"] == {"step": 4, "loss": 0.25}
+        for states in ([], [runs_elsewhere(jobs / "running-1", "running-1")]):  # before and after its nodes start
+            do.engine.states = states
+            (found,) = json.loads("\n".join(do("ps", "--json")[1]))
+            assert found["metrics"] == {"step": 4, "loss": 0.25}
+            assert found["started"] == paths.spec.stat().st_mtime
 
 
 def test_prune_must_remove_only_jobs_that_ended_before_and_left_nothing(do, jobs):
+    os.utime(JobPaths(jobs / "new-1").spec, (0, 0))  # it ran for a long time
     foreign = jobs / "cloned-1"
     foreign.mkdir()
     for name in ("plan.json", "job.yaml", "report.json"):
         (foreign / name).write_bytes((jobs / "old-1" / name).read_bytes())
     with supervised(jobs / "running-1"):
-        assert do("prune", "--dry-run")[:2] == (0, [str(jobs / "old-1")])
+        code, lines, messages = do("prune", "--dry-run")
+        assert (code, lines) == (0, [str(jobs / "old-1")]) and messages[0].startswith("1 folder would be removed: ")
         assert (jobs / "old-1").exists()
         code, lines, messages = do("prune")
         assert (code, lines) == (0, [str(jobs / "old-1")]) and re.fullmatch("1 folder removed: .* KiB", messages[0])
@@ -92,11 +105,13 @@ def test_prune_must_remove_only_jobs_that_ended_before_and_left_nothing(do, jobs
 
 def test_prune_must_remove_caches_only_on_request(do, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    for kind in ("data", "sources"):
-        (private.cache(kind) / "x").mkdir(parents=True)
+    caches = [private.cache(kind) for kind in ("data", "environments", "sources")]
+    for cache in caches:
+        (cache / "x").mkdir(parents=True)
     assert do("prune")[1] == []
-    assert do("prune", "--caches")[1] == [str(private.cache("data")), str(private.cache("sources"))]
-    assert not private.cache("data").exists()
+    assert do("prune", "--caches", "--dry-run")[1] == [*map(str, caches)] and caches[0].exists()
+    assert do("prune", "--caches")[1] == [*map(str, caches)]
+    assert not any(cache.exists() for cache in caches)
 
 
 def test_events_must_be_printed_with_their_time_and_what_they_are_about(do):
@@ -109,6 +124,22 @@ def test_events_must_be_printed_with_their_time_and_what_they_are_about(do):
     assert about["worker_ended"].startswith("rank 2, node trainer-2, exit code 0")
     assert about["job_ended"] == "outcome succeeded, reason finished"
     assert do("events", "--follow")[1] == lines
+
+
+def test_each_event_must_be_printed_once_and_only_its_first_part_if_it_is_long(do, paths):
+    noted(paths, OutcomeDecided(Outcome.FAILED, "w" * 500))
+
+    def more() -> None:
+        noted(paths, WorkersStarted())
+        end(paths)
+
+    do.clock = Meanwhile(more)
+    with supervised(paths.root):
+        code, lines, err = do("events", "a-1", "-f")
+    assert (code, err, len(lines)) == (0, [], 2)
+    assert lines[0].endswith(f"outcome failed, reason {'w' * 99}…") and lines[1].endswith("workers_started")
+    records.forget(paths.root)
+    assert do("events", "a-1")[2] == [f"warning: {paths.root} is a copy, whose events may have been changed"]
 
 
 def test_damaged_events_must_be_refused(do):
@@ -126,7 +157,8 @@ def test_a_plan_must_be_printed_as_json(do):
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(0, "0 s"), (119, "119 s"), (120, "2 min"), (7200, "2 h"), (40 * DAY, "40 d")]
+    ("seconds", "text"),
+    [(0, "0 s"), (119, "119 s"), (120, "2 min"), (7200, "2 h"), (2 * DAY - 1, "48 h"), (2 * DAY, "2 d")],
 )
 def test_durations_must_have_one_unit(seconds, text):
     assert listing.duration(seconds) == text
@@ -168,7 +200,10 @@ def test_lines_must_be_sorted_and_selected_by_time(do, paths, options, lines):
     assert do("logs", "a-1", *options)[:2] == (0, lines)
 
 
-@pytest.mark.parametrize("options", [["--ranks", "9"], ["--ranks", "x"], ["--json", "--progress", "json"]])
+@pytest.mark.parametrize(
+    "options",
+    [["--ranks", "9"], ["--ranks", "x"], *([flag, "--progress", "json"] for flag in ("--json", "--print-path"))],
+)
 def test_options_of_the_output_must_be_checked_before_there_is_a_job(do, options):
     for detach in ([], ["--detach"]):
         code, _, messages = do("run", *options, *detach, "--trainers", "2", "--", "-m", "app.train")
@@ -189,6 +224,7 @@ def test_a_job_without_times_must_not_be_sorted_by_them(do, paths):
     end(paths)
     code, _, messages = do("logs", "a-1", "--merge")
     assert code == 2 and messages[0] == "error: --merge: a-1 has no record of when its lines were written"
+    assert do("logs", "a-1", "--merge", "-f") == (0, ["[0] first"], [])  # it may get one
 
 
 @pytest.mark.parametrize(
