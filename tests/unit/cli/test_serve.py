@@ -12,14 +12,16 @@ import urllib.parse
 from types import SimpleNamespace
 
 import pytest
-from support.commanded import Whole, create, end, noted, supervise, supervised
+from support.commanded import Whole, create, end, noted, runs_elsewhere, supervise, supervised
+from support.methods import raising
 from support.plans import HERE, plan
 
-from orchestrate.cli.commands.serve import MAX_EVENTS, MAX_LINES, Server, Site
+from orchestrate.cli.commands.serve import MAX_EVENTS, MAX_LINES, Handler, Server, Site
+from orchestrate.errors import EngineError
 from orchestrate.files.paths import JobPaths
-from orchestrate.job import store
+from orchestrate.job import store, usage
 from orchestrate.job.events import GenerationStarting, NodesStarting, RestartDecided, WorkersStarted
-from orchestrate.job.outcomes import WorkerExit
+from orchestrate.job.outcomes import Activity, WorkerExit
 from orchestrate.job.spec import JobSpec
 
 
@@ -60,6 +62,9 @@ def test_jobs_must_be_listed_with_links(site, running, tmp_path):
     end(other, "failed")
     page = site.get("/")
     assert page.status == 200 and page.headers["Content-Type"] == "text/html; charset=utf-8"
+    kept = {name: page.headers[name] for name in ("Cache-Control", "Referrer-Policy", "Server")}
+    assert kept == {"Cache-Control": "no-store", "Referrer-Policy": "no-referrer", "Server": "orchestrate "}
+    assert page.headers["Content-Security-Policy"] == "frame-ancestors 'none'; base-uri 'none'"
     assert '<a href="jobs/a-1/">a-1</a>' in page.text and '<td class="">running</td>' in page.text
     assert 'value="b-2"' in page.text and '<td class="bad">failed</td>' in page.text
     assert 'value="a-1"' not in page.text  # a running job cannot be compared
@@ -117,6 +122,32 @@ def test_what_a_report_links_to_must_be_there(site, running):
     assert site.get("/jobs/a-1/report.json").status == 404  # it has not ended
 
 
+def test_the_use_of_workers_must_be_asked_for_and_shown(site, running):
+    usage.write(running, {1: Activity("R", 1.0, 5 << 20)})
+    assert "5 MiB" in site.get("/jobs/a-1/").text and usage.asked(running)
+
+
+def test_selected_jobs_must_be_compared_once_each(site, tmp_path):
+    for name in ("a-1", "b-2"):
+        supervise(create(JobPaths(tmp_path / name)), Whole([[WorkerExit(rank, 0) for rank in range(3)]]))
+    page = site.get("/compare?job=a-1&job=b-2&job=a-1").text
+    assert page.count('href="jobs/a-1/"') == page.count('href="jobs/b-2/"') > 0 and 'href="./"' in page
+    assert 'href="../../"' in site.get("/jobs/a-1/").text  # the list of jobs
+
+
+def test_only_jobs_in_the_folder_must_be_listed(do, site, running, tmp_path):
+    far, cluster = create(JobPaths(tmp_path / "far" / "b-2")), create(JobPaths(tmp_path / "c-3"), cluster="c-3")
+    do.engine.states = [runs_elsewhere(far.root, "b-2"), runs_elsewhere(cluster.root, "c-3", sees="nodes")]
+    page = site.get("/").text
+    assert "a-1" in page and "b-2" not in page and "c-3" not in page
+
+
+def test_an_engine_that_does_not_respond_must_be_named(do, site):
+    do.engine.jobs = raising(EngineError("docker is away"))
+    page = site.get("/")
+    assert (page.status, page.text) == (503, "docker is away\n")
+
+
 def test_secrets_in_names_of_metrics_must_not_be_shown(site, running):
     (running.shared / "metrics.jsonl").write_text('{"step": 1, "hunter2000": 1.5}\n{"step": 2, "hunter2000": 2.5}\n')
     page = site.get("/jobs/a-1/").text
@@ -166,6 +197,7 @@ def test_a_job_that_is_resumed_must_be_shown_as_running_again(site, tmp_path):
 
 def test_nothing_must_be_kept_of_jobs_that_have_ended_or_were_removed(site, running, tmp_path):
     other = create(JobPaths(tmp_path / "b-2"))
+    assert "<strong>no supervisor</strong>" in site.get("/jobs/b-2/").text
     watched = site.server.site.watches
     assert site.get("/jobs/a-1/").status == site.get("/jobs/b-2/").status == 200 and {*watched} == {"a-1", "b-2"}
     end(running)
@@ -181,6 +213,10 @@ def test_a_page_without_the_token_or_for_another_host_must_be_refused(site, runn
     assert site.get("/", host=f"localhost:{site.port}").status == 200
     assert site.get("/", method="POST").status == 501
     assert site.server.server_address[0] == "127.0.0.1" and len(site.server.token) >= 22
+
+
+def test_a_connection_that_sends_nothing_must_not_be_kept_forever():
+    assert 0 < Handler.timeout <= 60
 
 
 def test_runs_of_other_accounts_must_not_be_shown(site, running, tmp_path):
