@@ -244,21 +244,25 @@ def test_closed_streams_must_not_be_an_error(tmp_path, arguments, shell):
 PROGRAM = """
 import sys, time
 from orchestrate import console
-console.ANNOUNCE_AFTER, console.PROGRESS_INTERVAL = AFTER, 0.0
+console.ANNOUNCE_AFTER = console.PROGRESS_INTERVAL = AFTER
 console.phase("starting 2 nodes")
 time.sleep(PAUSE)
-console.print_message("ours")
+sys.argv[0] = "/usr/bin/orchestrate"
+console.print_message("python -m orchestrate ps")
 console.stream("master 0 | a line")
 console.phase("")
 for part in ("10%", "20%"):
     console.progress(f"master 0 | {part}", console.stream)
 console.phase("x" * 500 + HOSTILE)
+console.mute()
+console.phase("muted")
+console.print_later("of a signal handler")
 console.finish()
 """
 
 
 def phase_program(after: float, pause: float = 0.0) -> list[str]:
-    """A command that shows a phase, announced as a line after some seconds, and other output."""
+    """A command that shows a phase and progress, in lines after and every some seconds, and other output."""
     code = PROGRAM.replace("= AFTER", f"= {after}").replace("PAUSE", str(pause))
     return [sys.executable, "-c", code.replace("HOSTILE", repr(HOSTILE))]
 
@@ -274,7 +278,15 @@ def test_the_current_phase_must_be_the_last_line_of_a_terminal_and_be_replaced()
             shown += chunk
     os.close(leader)
     erase, phase = "\r\x1b[K", "starting 2 nodes"
-    parts = [phase, "ours\n" + phase, "master 0 | a line\n" + phase, "master 0 | 10%", "master 0 | 20%", "x" * 39, ""]
+    parts = [
+        phase,
+        "orchestrate ps\n" + phase,
+        "master 0 | a line\n" + phase,
+        "master 0 | 10%",
+        "master 0 | 20%",
+        "x" * 39,
+    ]
+    parts += ["of a signal handler\n"]
     assert shown.decode().replace("\r\n", "\n") == erase.join(parts)
 
 
@@ -283,17 +295,17 @@ def test_a_shared_terminal_must_get_only_complete_lines():
     env = os.environ | {"TERM": "xterm", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(phase_program(1000), stdout=subprocess.PIPE, stderr=follower, env=env, check=True)  # `| grep`
     os.close(follower)
-    assert os.read(leader, 1 << 16) == b"ours\r\n"
+    assert os.read(leader, 1 << 16) == b"orchestrate ps\r\nof a signal handler\r\n"
     os.close(leader)
-    assert done.stdout.splitlines() == [b"master 0 | a line", b"master 0 | 10%", b"master 0 | 20%"]
+    assert done.stdout.splitlines() == [b"master 0 | a line", b"master 0 | 10%"]
 
 
 @pytest.mark.parametrize(("after", "shown"), [(1000, []), (0.0, ["starting 2 nodes"])])
 def test_a_long_phase_must_be_printed_as_a_line_without_a_terminal(after, shown):
     env = os.environ | {"TERM": "xterm", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(phase_program(after, pause=0.3), capture_output=True, text=True, env=env, check=True)
-    assert done.stderr.splitlines()[: len(shown) + 1] == [*shown, "ours"]
-    assert done.stdout.splitlines() == ["master 0 | a line", "master 0 | 10%", "master 0 | 20%"]
+    assert done.stderr.splitlines()[: len(shown) + 1] == [*shown, "orchestrate ps"]
+    assert done.stdout.splitlines() == ["master 0 | a line", "master 0 | 10%", *["master 0 | 20%"] * (not after)]
     assert "\x1b" not in done.stderr + done.stdout
 
 

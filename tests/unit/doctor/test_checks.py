@@ -25,6 +25,7 @@ from orchestrate.engines.ports import free_port
 from orchestrate.engines.swarm.engine import SwarmEngine
 from orchestrate.engines.swarm.session import SwarmSession
 from orchestrate.errors import EngineError
+from orchestrate.files import records
 from orchestrate.job import users
 from orchestrate.job.gpus import Gpu
 from orchestrate.job.plan import Plan
@@ -32,6 +33,7 @@ from orchestrate.job.spec import IMAGE, JobSpec
 from orchestrate.node import protocol
 from orchestrate.node.files import PIECE
 
+MINE = JobSpec(image="mine:1")
 OWN = Gpu(id="GPU-1", index=0, name="NVIDIA H200", total=141 << 30, driver="580.95.05")
 
 
@@ -71,7 +73,7 @@ class Host:
 
 
 @pytest.mark.parametrize(
-    ("ahead", "expected"), [(0.0, ""), (0.5, ""), (-0.5, ""), (3600.0, "+3600.0 s"), (-3600.0, "-3600.0 s")]
+    ("ahead", "expected"), [(0.0, ""), (0.5, ""), (-0.5, ""), (5.0, "+5.0 s"), (-3600.0, "-3600.0 s")]
 )
 def test_a_clock_that_differs_must_be_reported(monkeypatch, ahead, expected):
     monkeypatch.setattr(checks, "send_archive", lambda *_: None)
@@ -165,6 +167,7 @@ def test_each_host_must_be_tested_with_a_node_that_is_then_removed():
     assert engine.plan.nodes == ("master", "trainer-1", "trainer-2") and engine.plan.gpus == ()
     assert (engine.spec.image, engine.spec.warm) == ("mine:1", False)
     assert engine.down_after > 0 and not engine.run.exists()
+    assert not any(engine.plan.job_id in path.read_text() for path in next(records.places()).iterdir())
     for there in engine.links.values():
         assert there.closed and len(there.got) > PIECE
         with tarfile.open(fileobj=io.BytesIO(there.got)) as archive:
@@ -283,11 +286,11 @@ class Engine:
 def found(monkeypatch):
     """A function that runs `doctor` on an engine with the given facts; returns its output lines and exit code."""
 
-    def look(capsys, image: bool = True, swarm: object = None, **info: object) -> tuple[list[str], int]:
+    def look(capsys, image=True, swarm: object = None, spec=MINE, **info: object) -> tuple[list[str], int]:
         monkeypatch.setattr(checks, "Daemon", lambda: Engine(**info))
         monkeypatch.setattr(checks, "has_image", lambda daemon, name: image)
         monkeypatch.setattr(checks, "SwarmEngine", swarm)
-        code = examine(JobSpec(image="mine:1"))
+        code = examine(spec)
         return capsys.readouterr().out.splitlines(), code
 
     return look
@@ -304,7 +307,7 @@ def test_a_healthy_engine_must_be_reported_as_ok(found, capsys):
 def test_missing_features_of_an_engine_must_be_reported_but_not_as_errors(found, capsys):
     lines, code = found(capsys, image=False, Runtimes={"runc": {}})
     assert code == 0
-    assert "no NVIDIA runtime: jobs train on the CPU" in lines[1]
+    assert lines[1] == "ok       no NVIDIA runtime: jobs train on the CPU"
     assert lines[3:5] == [
         "warning  image mine:1 is missing",
         "         hint: the first run builds or pulls it",
@@ -313,6 +316,9 @@ def test_missing_features_of_an_engine_must_be_reported_but_not_as_errors(found,
         f"warning  image {IMAGE} is missing: without it, nodes can reach this machine's ports",
         "         hint: docker compose build",
     ]
+    for spec in (JobSpec(), dataclasses.replace(MINE, host_access=True)):  # no other image is needed
+        lines, _ = found(capsys, image=False, spec=spec, Runtimes={"runc": {}})
+        assert [line for line in lines if "missing" in line] == [f"warning  image {spec.image} is missing"]
 
 
 def test_an_engine_that_does_not_answer_must_be_an_error(monkeypatch, capsys):
@@ -373,6 +379,9 @@ def test_the_gpus_of_this_machine_must_be_listed_with_their_problems(own, capsys
     ]
     assert lines[3].startswith("warning  persistence mode is off") and "nvidia-smi -pm 1" in lines[4]
     assert lines[5].startswith("warning  local processes cannot use the GPUs: torch 2.15.0: The NVIDIA driver")
+    own(dataclasses.replace(idle, used=0, total=0, driver="", display=True))  # whose driver the display keeps loaded
+    examine(JobSpec(engine="process"))
+    assert capsys.readouterr().out.splitlines()[1:] == ["ok       GPU-2: NVIDIA H200"]
 
 
 def test_a_driver_library_mismatch_must_be_a_warning(own, capsys):
