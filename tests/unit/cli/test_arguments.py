@@ -162,6 +162,8 @@ def test_a_variable_must_come_from_the_flag_or_from_the_shell(do, monkeypatch):
         "error: environment variable 'NOWHERE' is not set in this shell",
         "hint: export NOWHERE, or use --env NAME=VALUE",
     ]
+    for data in ("x", "x="):
+        assert do("plan", "--data", data)[2] == [f"error: --data '{data}': missing =", "hint: use --data NAME=DIR"]
 
 
 @pytest.mark.parametrize(
@@ -200,9 +202,11 @@ def test_without_arguments_the_commands_must_be_listed(capsys):
         (["rm", "a-1", "b-1"], "rm: unexpected argument 'b-1'", "rm --help"),
         (["up", "--detach"], "up: unknown option '--detach'", "up --help"),
         (["ps", "--run", "x"], "ps: unknown option '--run'", "did you mean --runs?"),
+        (["serve", "--port", "65536"], "argument --port: '65536' is not a port", "serve --help"),
+        (["logs", "--tail", "x"], "argument --tail: 'x' is not a number of lines", "logs --help"),
     ],
 )
-def test_a_misplaced_argument_must_be_named(arguments, error, hint):
+def test_a_misplaced_or_invalid_argument_must_be_named(arguments, error, hint):
     with pytest.raises(UsageError) as found:
         parse(arguments)
     assert str(found.value) == error and hint in found.value.hint

@@ -299,11 +299,11 @@ def test_columns_must_be_aligned_and_without_jobs_only_the_header_shown(do, engi
 
 @pytest.mark.parametrize(
     ("states", "code"),
-    [(["ok", "warning"], 0), (["ok", "error", "ok"], 4), (["error", "warning"], 4), ([], 0)],
+    [(["ok", "warning"], 0), (["ok", "error", "error", "ok"], 5), (["error", "warning"], 4), ([], 0)],
 )
 def test_doctor_must_fail_if_a_finding_keeps_jobs_from_running(capsys, monkeypatch, states, code):
     findings = [
-        checks.Finding(state, f"thing {number}", "do it" * (state == "error")) for number, state in enumerate(states)
+        checks.Finding(state, f"thing {at}", "do it" * (state == "error"), 4 + at) for at, state in enumerate(states)
     ]
     asked: list[str] = []
     monkeypatch.setattr(checks, "doctor", lambda spec: (asked.append(spec.image), iter(findings))[1])
@@ -367,7 +367,9 @@ def test_each_ctrl_c_and_sigterm_must_count_but_not_a_lost_terminal(capsys):
     assert (count(), next_line(capsys)) == (2, "killing the workers\n")
 
 
-@pytest.mark.parametrize("arguments", [["attach", "a-1"], ["logs", "a-1", "-f"], ["wait", "a-1"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "arguments", [["attach", "a-1"], ["logs", "a-1", "-f"], ["wait", "a-1"], ["events", "a-1", "-f"]], ids=" ".join
+)
 def test_ctrl_c_must_detach_from_a_job_and_say_that_it_continues(do, paths, arguments):
     def interrupt() -> None:
         raise KeyboardInterrupt

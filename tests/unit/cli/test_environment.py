@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from support.commanded import Whole, create, end
+from support.methods import raising
 from support.pairs import pairs
 from support.repo import ROOT
 
@@ -256,12 +257,10 @@ def test_a_name_of_ten_thousand_characters_must_be_refused(here, capsys):
 
 
 def test_a_file_system_error_must_be_reported_with_the_file(here, capsys, monkeypatch):
-    def fail(*_):
-        raise PermissionError(13, "Permission denied", "/some/file")
-
-    monkeypatch.setattr("orchestrate.job.store.new_id", fail)
-    assert main(["plan", *PROCESS, "--", "hello.py"]) == 1
-    assert capsys.readouterr().err == "error: Permission denied: /some/file\n"
+    for about in (["/some/file"], []):
+        monkeypatch.setattr("orchestrate.job.store.new_id", raising(PermissionError(13, "Permission denied", *about)))
+        assert main(["plan", *PROCESS, "--", "hello.py"]) == 1
+        assert capsys.readouterr().err == f"error: {': '.join(['Permission denied', *about])}\n"
 
 
 def test_arguments_that_are_not_utf_8_must_be_refused(cli):

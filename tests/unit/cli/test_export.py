@@ -45,3 +45,5 @@ def test_export_compose_must_print_a_compose_file(capsys):
 def test_an_unknown_form_must_be_answered_with_the_available_forms(capsys):
     assert main(["export", "slurm", "--form", "job", *APP]) == 2
     assert capsys.readouterr().err == "error: unknown form 'job'\nhint: choose from venv, apptainer, pyxis\n"
+    assert main(["export", "compose", "--form", "job", *APP]) == 2
+    assert capsys.readouterr().err == "error: unknown form 'job'\nhint: compose has no forms: remove --form\n"

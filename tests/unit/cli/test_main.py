@@ -70,6 +70,7 @@ def test_stdout_must_hold_worker_output_or_what_was_requested_instead(do, engine
     assert found["--print-path"][0] == [str(found["--print-path"][1])]
     report = json.loads("\n".join(found["--json"][0]))
     assert (report["job_id"], report["outcome"]) == (found["--json"][1].name, "succeeded")
+    assert report["run_directory"] == str(found["--json"][1])
     assert do("run", "--json", "--print-path", *APP)[0] == 2
 
 
@@ -117,10 +118,12 @@ def test_a_script_on_the_command_line_must_override_the_job_files_command(do, en
 
 @pytest.mark.parametrize("nodes", ["its own", "a cluster's"])
 def test_a_detached_job_must_be_supervised_by_a_background_process(do, engine, runs, tmp_path, monkeypatch, nodes):
+    monkeypatch.chdir(tmp_path)
     if nodes == "a cluster's":
         do("up", "--trainers", "2", "--gpus", "none")
     python = tmp_path / "python"
-    python.write_text('#!/bin/sh\necho "$@"\necho error >&2\n')  # prints its arguments and exits
+    facts = '"$PWD" session of $(($(cut -d" " -f6 /proc/$$/stat) - $$))'
+    python.write_text(f'#!/bin/sh\necho "$@"\necho {facts} >&2\n')  # prints its arguments and exits
     python.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))
     before, engine.calls = signal.getsignal(signal.SIGINT), []
@@ -128,7 +131,9 @@ def test_a_detached_job_must_be_supervised_by_a_background_process(do, engine, r
     (folder,) = runs.glob("app-train-*")
     assert (code, out, engine.calls) == (0, [str(folder)], ["prepare"])
     log = folder / "supervisor.log"
-    assert log.read_text() == f"-m orchestrate attach {folder.name} --runs {runs}\nerror\n"
+    facts = f"{ROOT} session of 0"  # not in a folder that may have another orchestrate.py
+    assert log.read_text() == f"-m orchestrate attach {folder.name} --runs {runs}\n{facts}\n"
+    assert log.stat().st_mode & 0o777 == 0o600
     assert str(log) in err[-1] and err[0].startswith(f"job {folder.name}: ")
     assert signal.getsignal(signal.SIGINT) is before  # Ctrl-C ends the command, not the job
 

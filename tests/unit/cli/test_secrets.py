@@ -78,7 +78,10 @@ def test_an_export_must_require_a_secret_that_the_job_file_names(do, tmp_path, t
     assert "PHRASE" in out and CANARY not in out
 
 
-@pytest.mark.parametrize("arguments", [["logs", "a-1"], ["logs", "a-1", "--rank", "1"], ["attach", "a-1"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [["logs", "a-1"], ["logs", "a-1", "--rank", "1"], ["attach", "a-1"], ["attach", "a-1", "--progress", "json"]],
+)
 def test_the_output_of_a_job_must_be_shown_without_secrets(do, printing, paths, arguments):
     records.forget(paths.root)
     records.make(paths.root, bytes(32), ENV)

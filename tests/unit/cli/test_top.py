@@ -6,6 +6,7 @@ import os
 import pytest
 from rich.console import Console
 from support.commanded import Meanwhile, end, supervised
+from support.methods import raising
 from support.plans import HERE, plan
 
 from orchestrate.job import gpus, usage
@@ -109,6 +110,9 @@ def test_a_supervisor_must_be_asked_as_long_as_the_command_runs(do, paths):
     with supervised(paths.root):
         code, out, _ = do("top", "a-1")
     assert code == 0 and "1 GiB" in "".join(out) and len(turns) == 4
+    do.clock = Meanwhile(raising(KeyboardInterrupt))
+    with supervised(paths.root):
+        assert do("top", "a-1")[::2] == (0, [])
 
 
 def test_a_job_that_has_ended_or_reports_nothing_must_be_an_error(do, paths, monkeypatch):
