@@ -8,7 +8,6 @@ import re
 
 import pytest
 from support.commanded import SPEC, Meanwhile, end, noted, supervised
-from support.methods import after
 from support.optional import not_none
 from support.plans import HERE, plan
 from support.scripted import ALL_WELL, Clock
@@ -17,9 +16,8 @@ from orchestrate.cli import watch
 from orchestrate.cli.arguments import parse
 from orchestrate.cli.follow import Following
 from orchestrate.files import records
-from orchestrate.files.paths import JobPaths
 from orchestrate.job import store
-from orchestrate.job.events import GenerationStarting, NodesStarting, WorkersStarted
+from orchestrate.job.events import Event, GenerationStarting, NodesStarting, WorkersStarted
 from orchestrate.job.recorder import Recorder
 from orchestrate.supervise import launch
 from orchestrate.view.folded import PlainScreen
@@ -51,20 +49,33 @@ def test_the_view_on_a_terminal_must_be_the_requested_one(paths, monkeypatch, pr
     os.close(leader)
 
 
-def test_output_must_have_times_on_request_and_progress_must_be_strict_json(do, engine):
-    def write() -> None:
-        JobPaths(next(do.runs.iterdir())).log(0).write_text("step 5 loss nan acc 0.5\n")
+def test_a_progress_bar_must_be_shown_while_a_job_is_followed(do, paths, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    leader, follower = pty.openpty()
+    ticks = iter([lambda: paths.log(0).write_text("10%\r"), lambda: end(paths)])
+    do.clock = Meanwhile(lambda: next(ticks)())
+    with supervised(paths.root), os.fdopen(follower, "w") as tty:
+        with contextlib.redirect_stdout(tty), contextlib.redirect_stderr(tty):
+            do("attach", "a-1", "--progress", "plain")
+        assert b"[0] 10%" in os.read(leader, 1 << 16)
+    os.close(leader)
 
-    engine.start, found = after(engine.start, write), []
-    for options in (["-t"], ["--progress", "json"]):
-        engine.generations = [[[], ALL_WELL]]
-        code, out, err = do("run", "--trainers", "2", *options, "--", "-m", "app.train")
-        assert code == 0
-        found.append(out)
-        do("rm", err[-1])
-    assert len(found[0]) == 1 and re.fullmatch(r"\d\d:\d\d:\d\d\.\d \[0\] step 5 loss nan acc 0.5", found[0][0])
-    rows = [json.loads(line, parse_constant=int) for line in found[1]]  # which fails for NaN
-    assert [row["progress"]["metrics"] for row in rows if "progress" in row and "event" not in row] == [{"acc": 0.5}]
+
+def test_progress_must_be_printed_once_as_strict_json(paths, capsys):
+    args, _ = parse(["attach", "a-1", "--progress", "json"])
+    with watch.shown(args, store.load(paths)[1], paths) as shown:
+        paths.metrics.write_text('{"step": 5, "loss": NaN, "acc": 0.5}\n')
+        for _ in range(2):
+            shown.screen.refresh(dict)
+    (row,) = [json.loads(line, parse_constant=int) for line in capsys.readouterr().out.splitlines()]  # int: no NaN
+    assert (row["progress"]["step"], row["progress"]["metrics"]) == (5, {"acc": 0.5})
+
+
+def test_lines_must_have_times_on_request(do, paths, engine):
+    engine.generations = [[ALL_WELL]]
+    paths.log(0).write_text("loss 0.5\n")
+    (line,) = do("attach", "a-1", "-t")[1]
+    assert re.fullmatch(r"\d\d:\d\d:\d\d\.\d \[0\] loss 0.5", line)
 
 
 def test_attach_must_show_the_nodes_of_a_new_generation_by_name(do, paths):
@@ -87,11 +98,27 @@ def test_a_job_that_is_followed_must_be_shown_from_its_start_and_each_event_once
     emit = Recorder(paths.events, key=bytes.fromhex(not_none(records.find(paths.root)).events), clock=Clock())
     emit(NodesStarting(3, "docker"))  # in 1970
     emit.close()
-    screen, ages, events = Screen(), [], []
-    screen.began, screen.event = ages.append, events.append
-    following = Following(paths, spec, launch.rest(paths, spec, planned), screen, Style())
+    ages: list[float] = []
+    events: list[Event] = []
+
+    class Kept(Screen):
+        def began(self, seconds: float) -> None:
+            ages.append(seconds)
+
+        def event(self, event: Event) -> None:
+            events.append(event)
+
+    following = Following(paths, spec, launch.rest(paths, spec, planned), Kept(), Style())
     assert [*following.turn()] == []
     noted(paths, WorkersStarted())
     assert [*following.turn()] == []
     assert [type(event) for event in events] == [NodesStarting, WorkersStarted]
     assert len(ages) == 1 and ages[0] > 1e9
+
+
+def test_a_job_whose_events_are_damaged_must_still_be_followed(do, paths):
+    paths.events.write_text('{"event": "workers_started"}\n')
+    paths.log(0).write_text("hello\n")
+    do.clock = Meanwhile(lambda: end(paths))
+    with supervised(paths.root):
+        assert do("attach", "a-1")[:2] == (0, ["[0] hello"])
