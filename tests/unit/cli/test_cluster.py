@@ -103,6 +103,8 @@ def test_a_job_whose_nodes_would_run_as_another_user_must_not_use_a_cluster(tmp_
     one = new_cluster(tmp_path)
     (found,) = differences(one, user="1234:5678")
     assert found == f"its nodes run as user {users.without_account()[0]}, the job needs 1234"
+    local = GPUS.but(engine="process")  # whose nodes run as the caller
+    assert differences(new_cluster(tmp_path, site=local), local, user="1234:5678") == []
     monkeypatch.setenv("SUDO_UID", "1001"), monkeypatch.setenv("SUDO_GID", "1001")
     assert differences(one) == [f"its nodes run as user {users.without_account()[0]}, the job needs 1001"]
 

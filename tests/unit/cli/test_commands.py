@@ -74,6 +74,14 @@ def test_a_running_job_must_be_found_from_any_folder(do, engine, tmp_path):
     assert do("rm", "a-1", "--dry-run") == (0, [f"folder {far.root}"], [])
 
 
+def test_nodes_that_name_another_run_directory_must_not_lead_to_it(do, engine, tmp_path):
+    other = create(JobPaths(tmp_path / "far" / "b-1"))
+    engine.states = [runs_elsewhere(other.root, "a-1")]
+    for command in ("stop", "rm"):
+        assert do(command, "a-1")[2][0] == "error: no such job: a-1"
+    assert other.spec.exists() and engine.calls == []
+
+
 def test_an_empty_runs_folder_must_be_named(do, engine, tmp_path):
     hint = f"hint: no jobs in {tmp_path}; use --runs to select another folder"
     assert do("logs", "a") == (2, [], ["error: no such job: a", hint])
@@ -265,7 +273,8 @@ def test_attach_must_follow_if_another_supervisor_was_faster_and_ctrl_c_must_onl
 def test_ps_must_show_running_idle_and_unsupervised_jobs(do, engine, tmp_path):
     for name in ("alone", "cluster", "damaged", "ended", "new", "runs", "used"):
         create(JobPaths(tmp_path / name), cluster=name if name in ("cluster", "used") else "")
-    create(JobPaths(tmp_path / "on-used"), cluster="used")
+    for name in ("on-used", "left-on-used"):
+        create(JobPaths(tmp_path / name), cluster="used")
     engine.states = [runs_elsewhere(tmp_path / name, name) for name in ("alone", "runs")]
     engine.states += [runs_elsewhere(tmp_path / name, name, sees="nodes") for name in ("cluster", "used")]
     (tmp_path / "damaged" / "plan.json").write_text("[" * 100_000)  # which must not hide the others

@@ -122,6 +122,15 @@ needs_root = pytest.mark.skipif(not ROOT, reason="must be root to be refused, an
 
 
 @needs_root
+def test_root_must_not_use_a_running_job_in_a_folder_that_another_account_can_change(do, tmp_path):
+    far = create(JobPaths(tmp_path / "far" / "a-1"))
+    do.engine.states = [runs_elsewhere(far.root)]
+    os.chown(far.root.parent, NOBODY, 0)
+    assert do("stop", "a-1")[2][0].startswith(f"error: root cannot keep jobs in {far.root.parent}: ")
+    assert do.engine.calls == []
+
+
+@needs_root
 @pytest.mark.parametrize(("command", "below"), pairs(COMMANDS, ["", "runs", "not/yet/there"]))
 def test_root_must_not_keep_jobs_where_another_account_can_replace_them(do, tmp_path, command, below):
     theirs = tmp_path / "theirs"
