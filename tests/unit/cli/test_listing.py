@@ -187,6 +187,7 @@ def test_logs_must_print_what_is_selected(do, paths, options, lines):
         (["--merge"], ["[0] first", "[1] loss 2", "[0] loss 1", "[0] last", "[1] end"]),
         (["--merge", "--tail", "1"], ["[0] last", "[1] end"]),
         (["--since", "1h"], ["[0] last", "[1] end"]),
+        (["--since", "4h"], ["[0] first", "[0] loss 1", "[0] last", "[1] loss 2", "[1] end"]),
         (["--since", "3h", "--merge", "--grep", "loss"], ["[1] loss 2", "[0] loss 1"]),
     ],
 )
