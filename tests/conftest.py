@@ -29,6 +29,7 @@ pytest_plugins = [
     "support.contexts",
     "support.victims",
     "support.object_stores",
+    "support.webhooks",
 ]  # fixtures of engines and nodes
 if importlib.util.find_spec("docker"):
     pytest_plugins += ["support.answers", "support.manager_stub"]

@@ -1,52 +1,7 @@
 """Notifications about the events of a job, to a real web server and to a program."""
 
 import hmac
-import http.server
 import json
-import threading
-
-import pytest
-
-from orchestrate.supervise import notify
-
-
-class Received:
-    """A web server that records requests, and answers with the statuses of `answers`, then with 200."""
-
-    def __init__(self) -> None:
-        self.requests: list[tuple[dict, str]] = []
-        self.answers: list[int] = []
-        received = self
-
-        class Handler(http.server.BaseHTTPRequestHandler):
-            def do_POST(self) -> None:  # noqa: N802
-                body = self.rfile.read(int(self.headers["Content-Length"]))
-                status = received.answers.pop(0) if received.answers else 200
-                received.requests.append((json.loads(body), self.headers.get(notify.SIGNATURE, "")))
-                received.body = body
-                self.send_response(status)
-                self.send_header("Location", "/elsewhere")
-                self.end_headers()
-
-            def log_message(self, *arguments: object) -> None:
-                pass
-
-        self.body = b""
-        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_address[1]}/hook"
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
-
-    def kinds(self) -> list[str]:
-        return [data["event"] for data, _ in self.requests]
-
-
-@pytest.fixture
-def server():
-    found = Received()
-    yield found
-    found.server.shutdown()
-    found.server.server_close()
-
 
 FAILS_ONCE = "import os, sys\nsys.exit(os.environ['TORCHELASTIC_RESTART_COUNT'] == '0')\n"
 

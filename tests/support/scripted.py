@@ -77,7 +77,7 @@ class Job:
         self.stops = lambda: 0
         self.events: list[dict] = []
 
-    def run(self, engine, spec=None, plan_=None, stores=None) -> JobResult:
+    def run(self, engine, spec=None, plan_=None, stores=None, watch=None) -> JobResult:
         wait = engine.wait
         engine.wait = lambda timeout: (self.clock.sleep(timeout), wait(timeout))[1]
         spec = spec or JobSpec(trainers=2, grace=0.01)
@@ -93,6 +93,7 @@ class Job:
             JobFiles(self.paths),
             self.write_plan,
             stores,
+            watch,
         )
         try:
             return self.supervisor.supervise()

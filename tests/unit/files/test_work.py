@@ -16,7 +16,7 @@ from orchestrate.errors import EngineError
 from orchestrate.files import work
 from orchestrate.files.folder import Folder
 from orchestrate.files.work import Copy, tidy
-from orchestrate.job.outcomes import Outcome
+from orchestrate.job.outcomes import Outcome, WorkerExit
 from orchestrate.job.spec import JobSpec
 from orchestrate.supervise.job_files import JobFiles
 
@@ -280,8 +280,10 @@ def test_what_was_copied_must_be_known_to_the_next_supervisor(tmp_path, monkeypa
     (tmp_path / "code" / "train.py").write_text("old")
     job, wanted = Job(tmp_path / "runs"), copying(tmp_path / "code")
     (job.paths.shared / "work").mkdir()
-    assert job.run(RecordingEngine([ALL_WELL]), plan_=wanted).outcome == Outcome.SUCCEEDED
+    engine = RecordingEngine([[WorkerExit(1, 137)]], [ALL_WELL])
+    assert job.run(engine, plan_=wanted).outcome == Outcome.SUCCEEDED
     assert (job.paths.shared / "work" / "train.py").read_text() == "old"
+    assert [copy["files"] for copy in job.noted("code_copied")] == [1]  # not again at the restart
     (tmp_path / "code" / "train.py").write_text("fixed meanwhile")
     written = JobFiles(job.paths).tidy(wanted.placement)
     assert written and (written.files, written.complete) == ([], True)

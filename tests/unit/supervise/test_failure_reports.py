@@ -110,6 +110,8 @@ def test_workers_hanging_in_nccl_after_a_failure_must_be_killed_before_the_grace
     assert [how for _, how in stops] == [Stop.TERMINATE, Stop.KILL][: 2 if killed_after else 1]
     if killed_after:
         assert 0 <= stops[1][0] - stops[0][0] - killed_after < 1
+        assert job.when("workers_lost") == [pytest.approx(2 * killed_after, abs=1)]  # the nodes report a kill at once
+    assert [stop["kill"] for stop in job.noted("workers_stopping")] == [False, True][: len(stops)]
     assert job.causes() == [(1, "error")]
 
 

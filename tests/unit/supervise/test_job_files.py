@@ -7,6 +7,7 @@ import pytest
 from orchestrate.files.paths import JobPaths
 from orchestrate.job import metrics
 from orchestrate.supervise.job_files import JobFiles
+from orchestrate.view.progress import Progress
 
 
 @pytest.fixture
@@ -77,7 +78,7 @@ def test_the_highest_step_must_be_read_as_the_metrics_file_grows(files):
             (b'{"loss": 0.5}\n{"step": "9"}\n[8]\nnonsense\n', 5),
             (b'{"step": 1', 5),
             (b'2, "loss": 1', 5),
-            (b'.0}\n{"step": 4}\n', 12),
+            (b'.0}\n{"step": 4}\n{"step": 9223372036854775808}\n{"step": true}\n', 12),
         ]:
             file.write(text)
             assert files.step() == step
@@ -105,6 +106,20 @@ def test_the_last_lines_of_a_worker_must_be_from_the_current_generation(files):
     assert files.last_lines(1) == ["new"]
     assert files.log(1) == files.paths.root / "logs" / "rank-1.log"
     assert files.text(1).endswith("\nnew")
+
+
+def test_last_lines_must_contain_no_secrets(files):
+    files.paths.log(0).write_text("the token is hunter2000\n")
+    assert JobFiles(files.paths, lambda text: text.replace("hunter2000", "***")).last_lines(0) == ["the token is ***"]
+
+
+def test_steps_in_the_output_of_rank_0_must_count_as_progress_but_not_those_of_bars(files):
+    for step, bar in [(7, False), (3, False), (50, True)]:
+        files.heard(Progress(step, metrics={"loss": 1 / step, "norm": float("inf")}, bar=bar))
+    assert files.step() == 7 and files.metrics() == [{"step": 3, "loss": 0.02}]
+    for number in range(200):
+        files.heard(Progress(metrics={f"metric {number}": 0.5}))
+    assert [*files.metrics()[0]] == [f"metric {number}" for number in range(100, 200)]
 
 
 def test_long_last_lines_must_be_truncated(files):

@@ -1,6 +1,7 @@
 """Nodes must be up, and the plan of the generation written, before workers start, with a scripted engine."""
 
 import errno
+import os
 import shutil
 from pathlib import Path
 
@@ -100,15 +101,17 @@ def test_calls_to_the_engine_that_take_long_must_learn_that_the_job_is_to_stop(j
     assert answers == [False, True]
 
 
-@pytest.mark.parametrize("file", ["fence", "plan"])
-def test_a_file_that_workers_need_must_be_waited_for_while_the_disk_is_full(job, monkeypatch, file):
+@pytest.mark.parametrize(
+    ("file", "number"), [("fence", errno.ENOSPC), ("plan", errno.EDQUOT), ("plan", errno.EIO), ("plan", errno.EROFS)]
+)
+def test_a_file_that_workers_need_must_be_waited_for_while_the_disk_is_full_or_fails(job, monkeypatch, file, number):
     path, full = getattr(job.paths, file), ["full"]
     kind, write = (JobFiles, "fence") if file == "fence" else (Path, "write_text")
     write_file = getattr(kind, write)
 
     def no_space(*arguments) -> None:
         if full:
-            raise OSError(errno.ENOSPC, "No space left on device")
+            raise OSError(number, os.strerror(number))
         write_file(*arguments)
 
     def make_space() -> int:
@@ -134,13 +137,14 @@ def test_a_run_directory_that_was_removed_must_end_the_job_at_once(job, file):
     assert job.clock.now - began < 1 and "disk_full" not in job.names() and engine.calls[-1] == "down"
 
 
-def test_workers_whose_run_directory_is_removed_must_be_stopped_and_not_succeed(job):
+@pytest.mark.parametrize("folder", ["root", "shared"])
+def test_workers_whose_run_directory_is_removed_must_be_stopped_and_not_succeed(job, folder):
     engine, countdown = RecordingEngine([]), [*range(50)]
     wait = engine.wait
 
     def remove(timeout: float) -> Observed:
         if countdown and not countdown.pop():
-            shutil.rmtree(job.paths.root)
+            shutil.rmtree(getattr(job.paths, folder))
         return wait(timeout)
 
     engine.wait = remove
@@ -173,13 +177,21 @@ def test_a_restart_on_a_cluster_must_keep_the_name_of_the_job(job):
     assert [planned.workers[0].env["JOB_ID"] for planned in engine.plans] == ["j", "j"]
 
 
+def test_a_restart_on_the_network_of_the_host_must_use_a_free_port(job):
+    spec = JobSpec(trainers=2, grace=0.01, network="host")
+    engine = RecordingEngine([KILLED], [ALL_WELL])
+    job.run(engine, spec, plan(spec, HERE.but(network="host"), "j", 20000))
+    assert engine.plans[1].port in range(20000, 30000) and engine.plans[1].port != 29501
+
+
 def test_the_start_of_a_generation_must_be_recorded_as_events(job):
     engine = RecordingEngine([[WorkerExit(rank, 0) for rank in range(6)]])
     engine.hosts = {"master": "one", "trainer-2": "two", "trainer-9": "two"}
-    assert job.run(engine, JobSpec(trainers=2, nproc_per_node=2)).outcome == "succeeded"
+    spec = JobSpec(trainers=2, nproc_per_node=2)
+    assert job.run(engine, spec, plan(spec, HERE.but(preload=("torch.nn",)), "j", 29500)).outcome == "succeeded"
     nodes = ["master", "trainer-1", "trainer-2"]
     assert job.noted("nodes_starting") == [{"nodes": 3, "engine": "docker"}]
     assert job.noted("nodes_up") == [{"nodes": nodes, "hosts": {"master": "one", "trainer-2": "two"}}]
     starting = {"generation": 0, "nodes": nodes, "world_size": 6, "master_port": 29500}
     assert job.noted("generation_starting") == [starting]
-    assert job.noted("generation_started") == [{"generation": 0, "imports": []}]
+    assert job.noted("generation_started") == [{"generation": 0, "imports": ["torch"]}]

@@ -2,6 +2,7 @@
 
 from support.waiting import eventually
 
+from orchestrate.files import log_file
 from orchestrate.job import events
 from orchestrate.job.outcomes import Outcome
 from orchestrate.supervise import notify
@@ -23,11 +24,36 @@ def test_only_events_that_a_user_waits_for_must_be_notified():
         events.RestartDecided(True, "restart 1 of 3", 0.0),
         events.GenerationStarted(1, ()),
         events.EngineBack(),
+        events.HangFound({1: "S"}, 90.0),
+        events.WorkersIsolated(3, "call it"),
         events.RestartDecided(False, "max_restarts is 3", 0.0),
         events.JobEnded(Outcome.FAILED, "max_restarts is 3"),
     ]
     assert [found for event in happened for found in notify.notable(event)] == [
         ("started", ""),
         ("restarted", "restart 1 of 3"),
+        ("hung", "no activity for 90 s"),
+        ("isolated", "call it"),
         ("failed", "max_restarts is 3"),
     ]
+
+
+def test_a_notification_must_have_all_facts_and_follow_no_redirection(server, monkeypatch):
+    monkeypatch.setattr(notify, "TRIES", (0.0, 0.0))
+    server.answers = [302]
+    notifier = notify.Notifier(server.url, "a-1", "/runs/a-1")
+    notifier.event(events.RestartDecided(True, "restart 1 of 3", 0.0, time=7.0, seconds=2.0))
+    notifier.close()
+    facts = {"event": "restarted", "text": "restart 1 of 3", "time": 7.0, "seconds": 2.0}
+    assert [data for data, _ in server.requests] == [facts | {"job_id": "a-1", "run_directory": "/runs/a-1"}] * 2
+
+
+def test_a_failed_notification_must_be_logged_without_its_target(tmp_path, monkeypatch):
+    """It may contain a token."""
+    monkeypatch.setattr(notify, "TRIES", (0.0,))
+    with log_file.kept(tmp_path / "log", str):
+        notifier = notify.Notifier("false --token canary-7", "a-1", "/runs/a-1")
+        notifier.event(events.GenerationStarted(0, ()))
+        notifier.close()
+    (line,) = (tmp_path / "log").read_text().splitlines()
+    assert line.endswith(": the notification started failed: CalledProcessError")

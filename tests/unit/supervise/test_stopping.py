@@ -60,10 +60,17 @@ def test_unknown_nodes_must_get_the_grace_period_before_they_are_removed(job):
 
 
 def test_a_job_must_clean_the_nodes_of_a_cluster_and_not_remove_them(job):
-    spec, engine = JobSpec(trainers=2, grace=7.0), RecordingEngine()
-    job.stops = lambda: 1
+    spec, engine, answers = JobSpec(trainers=2, grace=7.0), RecordingEngine(), []
+    clean = engine.down
+
+    def down(grace: float, stopped: Callable[[], bool] = never) -> None:
+        clean(grace)
+        answers.append(stopped())
+
+    engine.down = down
+    job.stops = lambda: 1 + len(engine.graces)  # a second request, while they are cleaned
     job.run(engine, spec, plan(spec, HERE.but(cluster="box"), "j", 29500))
-    assert engine.calls == ["adopt", "down"] and engine.graces == [7.0]
+    assert engine.calls == ["adopt", "down"] and engine.graces == [7.0] and answers == [True]
 
 
 def test_a_job_that_could_not_start_must_report_why_even_if_the_clean_up_fails(job):
@@ -114,9 +121,10 @@ def test_a_request_to_stop_must_end_the_delay_before_the_next_generation(job):
 
 @pytest.mark.parametrize(("requests", "call", "least"), [(1, "stop", 35), (2, "kill", 5)])
 def test_nodes_whose_workers_do_not_end_must_be_removed_in_time(job, requests, call, least):
-    engine = Unstoppable([])
+    engine, spec = Unstoppable([]), JobSpec(trainers=2, grace=30.0, gpus="all")
     job.stops = lambda: requests * ("start" in engine.calls)
-    assert job.run(engine, JobSpec(trainers=2, grace=30.0)) == JobResult(Outcome.STOPPED, "stopped by the user")
+    on_gpus = plan(spec, HERE.but(gpus=("GPU-0", "GPU-1", "GPU-2")), "j", 29500)  # also get the whole grace period
+    assert job.run(engine, spec, on_gpus) == JobResult(Outcome.STOPPED, "stopped by the user")
     assert engine.calls == ["up", "start", call, "discard master trainer-1 trainer-2", "down"]
     assert least <= job.when("workers_lost")[0] < least + 1
     assert job.noted("workers_lost") == [{"ranks": [0, 1, 2]}]

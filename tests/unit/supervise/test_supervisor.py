@@ -230,6 +230,9 @@ def test_a_supervisor_that_crashes_must_remove_the_nodes(job):
     with pytest.raises(KeyError):
         job.run(engine)
     assert engine.calls == ["up", "start", "down"] and engine.graces == [0]
+    engine.down = raising(EngineError("stuck"))
+    with pytest.raises(KeyError):  # this does not hide the bug
+        job.run(engine)
 
 
 def test_max_run_must_stop_the_gang(job):
@@ -281,7 +284,7 @@ def test_a_disk_that_stays_full_must_end_the_job_and_leave_files_on_the_nodes(jo
 
 def test_a_failed_clean_up_must_not_replace_the_outcome(job):
     engine = RecordingEngine([ALL_WELL])
-    engine.down = raising(EngineError("stuck"))
+    engine.down = raising(ResourceError("stuck"))
     assert job.run(engine) == JobResult(Outcome.SUCCEEDED, "finished", left="stuck")
 
 

@@ -12,7 +12,7 @@ from support.scripted import ALL_WELL, KILLED
 
 from orchestrate.errors import EngineLost
 from orchestrate.job import events
-from orchestrate.job.outcomes import Cause, JobResult, Outcome, Reason, WorkerExit
+from orchestrate.job.outcomes import Cause, JobResult, Outcome, Reason, Use, WorkerExit
 from orchestrate.job.spec import JobSpec
 
 
@@ -63,10 +63,11 @@ def test_workers_that_cannot_be_adopted_must_restart_without_counting(job):
 
 
 def test_a_recorded_failure_must_not_be_forgotten(job):
-    died(job, STARTING, ended(1, 137))
+    died(job, events.NodesUp(("master", "trainer-1"), {"trainer-1": "gpu-box"}), STARTING, ended(1, 137))
     engine = RecordingEngine([[]], [ALL_WELL])
     assert job.run(engine).outcome == "succeeded"
     assert job.causes() == [(1, "killed")]
+    assert "trainer-1 (gpu-box)" in job.noted("generation_ended")[0]["cause"]["summary"]
     assert engine.calls == ["adopt", "stop", "up", "start", "down"]
 
 
@@ -159,6 +160,13 @@ def test_workers_that_had_succeeded_must_not_be_waited_for_or_stop_the_others(jo
     assert job.run(engine) == JobResult(Outcome.SUCCEEDED, "finished")
     assert engine.calls == ["adopt", "down"]
     assert [end["rank"] for end in job.noted("worker_ended")] == [1, 0, 2]
+
+
+def test_what_ended_workers_have_used_must_not_be_forgotten(job):
+    use = Use(exchanged=100_000, connected=3.0, sampled=5.0, gpu=False, torch=True)
+    died(job, STARTING, STARTED, *(replace(ended(rank, 0), use=use) for rank in (1, 2)))
+    spec = JobSpec(trainers=2, grace=0.01, require_communication=True)
+    assert job.run(RecordingEngine([[WorkerExit(0, 0)]]), spec) == JobResult(Outcome.SUCCEEDED, "finished")
 
 
 def test_workers_that_ended_on_request_must_not_be_blamed(job):
@@ -285,11 +293,25 @@ def test_a_recorded_stop_must_name_a_failed_worker_even_if_no_exit_was_recorded(
     assert [rank for rank, _ in job.causes()] == [0]
 
 
-def test_an_engine_that_stays_away_must_lose_the_job_not_fail_it(job):
+@pytest.mark.parametrize(
+    ("stops", "result", "seconds"),
+    [(0, JobResult(Outcome.LOST, "gone"), 300), (1, JobResult(Outcome.STOPPED, "stopped by the user"), 10)],
+)
+def test_an_engine_that_stays_away_must_lose_the_job_not_fail_it(job, stops, result, seconds):
     died(job, STARTING, STARTED)
-    engine = RecordingEngine([])
+    engine, began = RecordingEngine([]), job.clock.now
     engine.adopt = raising(EngineLost("gone"))
-    assert job.run(engine) == JobResult(Outcome.LOST, "gone")
+    job.stops = lambda: stops
+    assert job.run(engine) == result
+    assert job.clock.now - began == pytest.approx(seconds, abs=2)
+
+
+def test_a_restart_must_run_the_command_with_its_secrets_although_the_stored_plan_has_none(job):
+    died(job, STARTING, ENDED)
+    engine, spec = RecordingEngine([], [ALL_WELL]), JobSpec(trainers=2, command=("train.py", "--token", "hunter2000"))
+    stored = replace(plan(spec, HERE, "j", 29500), command=("train.py", "--token", "***"))
+    assert job.run(engine, spec, stored).outcome == "succeeded"
+    assert engine.plans[0].command == spec.command
 
 
 @pytest.mark.parametrize("seen", [0, 2])

@@ -44,15 +44,45 @@ def test_a_connection_must_be_enough_if_data_can_bypass_the_kernel(exchanged, is
     assert are_isolated({0: use, 1: use}, 2, by_kernel=False) is isolated
 
 
-def ended(use: Use | None) -> list[WorkerExit]:
-    return [WorkerExit(rank, 0, use=use) for rank in range(3)]
+def ended(*uses: Use | None, workers: int = 3) -> list[WorkerExit]:
+    """The exits of workers that have used the last of `uses`, or each its own."""
+    return [WorkerExit(rank, 0, use=uses[min(rank, len(uses) - 1)]) for rank in range(workers)]
 
 
 def test_isolated_workers_must_be_in_the_report_with_a_hint(job):
-    assert job.run(RecordingEngine([ended(ALONE)])) == JobResult(Outcome.SUCCEEDED, "finished")
+    engine = RecordingEngine([ended(ALONE, dataclasses.replace(ALONE, torch=False, version="2.9.0"))])
+    assert job.run(engine) == JobResult(Outcome.SUCCEEDED, "finished")
     (generation,) = job.supervisor.history.ended
-    assert generation.exchanged == {0: 848, 1: 848, 2: 848}
+    assert generation.exchanged == {0: 848, 1: 848, 2: 848} and generation.versions == ("2.9.0",)
     assert "init_process_group" in generation.isolated
+
+
+@pytest.mark.parametrize(
+    ("changes", "use"),
+    [
+        ({"gpus": ("GPU-0", "GPU-1", "GPU-2")}, ALONE),
+        ({"engine": "process"}, dataclasses.replace(ALONE, gpu=True)),  # one that the job did not give it
+        ({"nproc": 2}, ALONE),
+        ({"engine": "swarm", "network": "host"}, dataclasses.replace(ALONE, exchanged=0)),  # another interface
+    ],
+)
+def test_workers_whose_data_may_not_be_counted_must_not_be_in_the_report(job, changes, use):
+    nproc = changes.pop("nproc", 1)
+    spec = JobSpec(trainers=2, nproc_per_node=nproc, grace=0.01)
+    engine = RecordingEngine([ended(use, workers=3 * nproc)])
+    assert job.run(engine, spec, plan(spec, HERE.but(**changes), "j", 29500)).outcome == "succeeded"
+    assert job.supervisor.history.ended[0].isolated == ""
+
+
+@pytest.mark.parametrize(
+    ("imports", "hint"),
+    [("torch, transformers", "use a Trainer or an Accelerator"), ("lightning", "of the Trainer"), ("deepspeed", "engine")],
+)
+def test_the_hint_must_fit_the_framework_of_the_script(job, tmp_path, imports, hint):
+    (tmp_path / "train.py").write_text(f"import {imports}\n")
+    spec = JobSpec(trainers=2, grace=0.01, command=("train.py",))
+    assert job.run(RecordingEngine([ended(ALONE)]), spec, plan(spec, HERE.but(code=str(tmp_path)), "j", 29500))
+    assert hint in job.supervisor.history.ended[0].isolated
 
 
 @pytest.mark.parametrize("use", [TOGETHER, None, dataclasses.replace(ALONE, torch=False)])
@@ -77,6 +107,10 @@ def test_other_workers_must_not_be_in_the_report(job, use):
 )
 def test_required_communication_must_be_proven(job, use, result):
     assert job.run(RecordingEngine([ended(use)]), STRICT) == result
+
+
+def test_required_communication_must_be_proven_for_each_worker(job):
+    assert job.run(RecordingEngine([ended(TOGETHER, TOGETHER, None)]), STRICT).why.startswith("it is unknown")
 
 
 def test_one_worker_must_need_no_communication(job):
@@ -161,6 +195,7 @@ def test_the_end_of_a_job_must_show_the_warning():
     assert len(text(data | {"isolated": ""}).splitlines()) == 1
 
 
-def test_isolated_workers_must_be_warned_about_once_for_all_generations(job):
-    run_for(job, 2 * CHECK_AFTER, ALONE, failures=2)
-    assert len(job.noted("generation_starting")) == 3 and len(job.noted("workers_isolated")) == 1
+def test_isolated_workers_and_unused_gpus_must_be_warned_about_once_for_all_generations(job):
+    unused = dataclasses.replace(ALONE, exchanged=0, connected=0.0)
+    run_for(job, 2 * CHECK_AFTER, unused, gpus=("GPU-0", "GPU-1", "GPU-2"), failures=2)
+    assert [len(job.noted(name)) for name in ("generation_starting", "workers_isolated", "gpus_unused")] == [3, 1, 1]
