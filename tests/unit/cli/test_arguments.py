@@ -254,17 +254,25 @@ def test_a_program_must_be_found_in_the_folder_or_left_to_the_image(here, argume
 
 
 @pytest.mark.parametrize(
-    ("arguments", "why"),
+    ("arguments", "why", "hint"),
     [
-        ("notes.txt", "neither a .py file nor executable"),
-        ("./none", "does not exist"),
-        ("./folder", "is a folder"),
-        ("bash none.sh a", "the script none.sh does not exist"),
-        ("accelerate launch a.py", "accelerate launch starts workers of its own"),
-        ("''", "name is empty"),
+        ("notes.txt", "neither a .py file nor executable", "-- python notes.txt"),
+        ("plain.sh", "neither a .py file nor executable", "-- bash plain.sh"),
+        ("./none", "does not exist", "paths are relative to"),
+        ("./folder", "is a folder", "-- -m folder.MODULE"),
+        ("bash none.sh a", "the script none.sh does not exist", "paths are relative to"),
+        ("/bin/zsh none.sh", "the script none.sh does not exist", "paths are relative to"),
+        ("sh none.sh", "the script none.sh does not exist", "paths are relative to"),
+        ("/bin/accelerate launch a.py", "accelerate launch starts workers of its own", "run SCRIPT.py"),
+        ("-m notes.py", "-m takes a module, but notes.py is a file", "remove -m"),
+        ("loop.py", "the script 'loop.py' cannot be read: Symlink loop", "check the path"),
+        ("''", "name is empty", "SCRIPT ARGS"),
     ],
 )
-def test_a_file_that_is_not_a_program_must_be_refused(here, arguments, why):
+def test_a_file_that_is_not_a_program_must_be_refused(here, arguments, why, hint):
+    (here / "loop.py").symlink_to("loop.py")
+    for name in ("plain.sh", "notes.py"):
+        (here / name).touch()
     with pytest.raises(UsageError, match=why) as found:
         launch.check_script(resolve({"command": arguments}))
-    assert found.value.hint
+    assert hint in found.value.hint

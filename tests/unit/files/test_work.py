@@ -8,6 +8,7 @@ import stat
 import threading
 
 import pytest
+from support.methods import after
 from support.plans import HERE, plan
 from support.recording import RecordingEngine
 from support.scripted import ALL_WELL, Job
@@ -278,11 +279,14 @@ def copying(folder):
 def test_what_was_copied_must_be_known_to_the_next_supervisor(tmp_path, monkeypatch):
     (tmp_path / "code").mkdir()
     (tmp_path / "code" / "train.py").write_text("old")
-    job, wanted = Job(tmp_path / "runs"), copying(tmp_path / "code")
+    (tmp_path / "code" / "key").write_text("hidden")
+    job, wanted, user = Job(tmp_path / "runs"), copying(tmp_path / "code"), os.getuid() or 1234
     (job.paths.shared / "work").mkdir()
     engine = RecordingEngine([[WorkerExit(1, 137)]], [ALL_WELL])
-    assert job.run(engine, plan_=wanted).outcome == Outcome.SUCCEEDED
+    engine.masked = {"key"}
+    assert job.run(engine, JobSpec(trainers=2, grace=0.01, user=str(user)), wanted).outcome == Outcome.SUCCEEDED
     assert (job.paths.shared / "work" / "train.py").read_text() == "old"
+    assert (job.paths.shared / "work" / "train.py").stat().st_uid == user
     assert [copy["files"] for copy in job.noted("code_copied")] == [1]  # not again at the restart
     (tmp_path / "code" / "train.py").write_text("fixed meanwhile")
     written = JobFiles(job.paths).tidy(wanted.placement)
@@ -296,7 +300,7 @@ def test_a_copy_must_end_before_the_job_does(tmp_path, monkeypatch):
             for _ in range(3000):
                 if self.stopped() or pause.wait(0.01):
                     break
-            engine.calls.append("copied")
+            engine.calls.append("copied" if self.stopped() else "not stopped")
 
     pause, engine = threading.Event(), RecordingEngine()
     monkeypatch.setattr("orchestrate.supervise.work_copy.Copy", Slow)
@@ -305,3 +309,33 @@ def test_a_copy_must_end_before_the_job_does(tmp_path, monkeypatch):
         Job(tmp_path / "runs").run(engine, plan_=copying(tmp_path))
     assert "copied" in engine.calls and engine.calls.index("copied") < engine.calls.index("down")
     pause.set()
+
+
+def test_a_request_to_stop_must_cut_a_copy_short(tmp_path, monkeypatch):
+    class Slow(Copy):
+        def run(self):
+            up.wait(30)
+            answers.append(self.stopped())
+
+    monkeypatch.setattr("orchestrate.supervise.work_copy.Copy", Slow)
+    job, engine, up, answers = Job(tmp_path / "runs"), RecordingEngine(), threading.Event(), []
+    engine.up = after(engine.up, up.set)
+    job.stops = lambda: int(up.is_set())
+    assert job.run(engine, plan_=copying(tmp_path)).outcome == Outcome.STOPPED
+    assert answers == [True]
+
+
+def test_a_copy_must_be_repeated_once_the_disk_has_space(tmp_path, monkeypatch):
+    class Full(Copy):
+        def run(self):
+            if '"disk_full"' not in job.paths.events.read_text():
+                raise OSError(errno.ENOSPC, "No space left on device")
+            super().run()
+
+    monkeypatch.setattr("orchestrate.supervise.work_copy.Copy", Full)
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "train.py").touch()
+    job = Job(tmp_path / "runs")
+    (job.paths.shared / "work").mkdir()
+    assert job.run(RecordingEngine([ALL_WELL]), plan_=copying(tmp_path / "code")).outcome == Outcome.SUCCEEDED
+    assert job.names().count("disk_full") == 1 and (job.paths.shared / "work" / "train.py").exists()

@@ -3,6 +3,7 @@
 import os
 
 import pytest
+from support.plans import HERE
 
 from orchestrate.files.paths import JobPaths
 from orchestrate.job import metrics
@@ -120,6 +121,10 @@ def test_steps_in_the_output_of_rank_0_must_count_as_progress_but_not_those_of_b
     for number in range(200):
         files.heard(Progress(metrics={f"metric {number}": 0.5}))
     assert [*files.metrics()[0]] == [f"metric {number}" for number in range(100, 200)]
+
+
+def test_workers_that_ran_in_the_code_folder_itself_must_have_no_list_of_written_files(files):
+    assert files.tidy(HERE.placement) is None
 
 
 def test_long_last_lines_must_be_truncated(files):

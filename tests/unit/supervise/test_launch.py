@@ -3,6 +3,7 @@
 import dataclasses
 import errno
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -268,6 +269,15 @@ def test_a_failure_to_write_the_report_must_not_hide_the_outcome(paths):
     assert [line for line in shown if line.startswith(f"warning: could not finish all files of {paths.root}: ")]
 
 
+def test_a_run_directory_that_was_removed_must_be_named_and_not_created_again(paths):
+    create(paths)
+    engine = Whole([])
+    engine.start = after(engine.start, lambda: shutil.rmtree(paths.root))
+    data, shown = supervise(paths, engine)
+    assert data["reason"] == "its run directory was removed" and not paths.root.exists()
+    assert shown[-1] == f"warning: {paths.root} was removed while the job ran: its report and logs are lost"
+
+
 def test_a_job_must_not_get_a_second_supervisor(paths):
     engine = Whole([ALL_WELL])
     with supervised(create(paths).root), pytest.raises(BlockingIOError):
@@ -279,9 +289,11 @@ def test_a_job_on_a_cluster_must_lock_it_and_get_its_files_back_at_the_end(paths
     inside = paths.root.parent / "c-1" / "nodes" / "a-1"
     JobPaths(paths.root.parent / "c-1").create_cluster()
     create(paths, cluster="c-1")
+    (inside / "program").touch()
     seen = []
     engine = Whole([ALL_WELL])
     engine.up = before(engine.up, lambda: seen.append(engine.run))
+    engine.start = after(engine.start, lambda: (inside / "program").chmod(0o4755))
     locked: list[JobPaths] = []
     held = lock.held
     monkeypatch.setattr(lock, "held", lambda of: (locked.append(of), held(of))[1])
@@ -290,3 +302,4 @@ def test_a_job_on_a_cluster_must_lock_it_and_get_its_files_back_at_the_end(paths
     assert seen == [inside.parent]  # the folder of the cluster's nodes
     assert locked == [paths, JobPaths(inside.parents[1])]
     assert not paths.shared.is_symlink() and store.ended(paths) == data and not inside.exists()
+    assert (paths.shared / "program").stat().st_mode & 0o7777 == 0o755

@@ -9,7 +9,7 @@ import pytest
 from support.commanded import create
 from support.object_stores import Saved
 from support.recording import RecordingEngine
-from support.scripted import Job
+from support.scripted import ALL_WELL, Job
 
 from orchestrate import console
 from orchestrate.errors import StorageError
@@ -19,6 +19,7 @@ from orchestrate.job import events
 from orchestrate.job.recorder import Recorder
 from orchestrate.job.report import Copied
 from orchestrate.job.spec import JobSpec
+from orchestrate.storage.mirror import Mirror, State
 from orchestrate.storage.output import MAX_FAILURES, upload
 from orchestrate.storage.parallel import AT_ONCE
 from orchestrate.storage.store import open_store
@@ -38,6 +39,16 @@ def test_nodes_must_be_removed_if_the_store_fails_when_a_job_is_taken_over(tmp_p
     with pytest.raises(StorageError):
         job.run(RecordingEngine(), stores=Failing())
     assert job.noted("nodes_down")
+
+
+def test_a_store_must_be_checked_for_problems_while_workers_run(job):
+    class Checked(Stores):
+        def check(self):
+            checks.append(job.names())
+
+    checks: list = []
+    job.run(RecordingEngine([[], [], ALL_WELL]), stores=Checked())
+    assert len(checks) == 3
 
 
 def test_a_file_that_the_store_refuses_must_keep_no_other_from_being_copied(tmp_path):
@@ -128,10 +139,27 @@ def test_a_job_that_is_stopped_before_it_starts_must_not_fetch_its_checkpoints(t
     assert not copies.emit.events and not copies.job.files()
 
 
+def test_a_problem_with_the_store_must_be_reported_once(tmp_path):
+    class Failing(Mirror):
+        @property
+        def state(self) -> State:
+            return State(error="access denied")
+
+    copies = Copies(tmp_path)
+    copies.stored.mirror = Failing(open_store(f"file://{tmp_path}/store"), copies.job.folder, "checkpoints", "j")
+    copies.stored.check()
+    copies.stored.check()
+    (event,) = copies.emit.events
+    assert isinstance(event, events.WarningIssued) and event.text == "checkpoints are not copied: access denied"
+    copies.emit.close()
+
+
 def test_checkpoints_that_are_in_the_store_already_must_not_count_as_missing(tmp_path, earlier):
     """For example, the job is resumed although it had done all steps."""
     copies = Copies(tmp_path)
     copies.stored.begin()
+    (fetched,) = copies.emit.events
+    assert isinstance(fetched, events.CheckpointsFetched) and (fetched.files, fetched.bytes) == (1, 7)
     (copy,) = copies.end(quiet=True)
     assert (copy.files, copy.error) == (0, "") and copies.job.files() == {"last.pt": b"weights"}
 
@@ -139,10 +167,13 @@ def test_checkpoints_that_are_in_the_store_already_must_not_count_as_missing(tmp
 def test_the_files_of_a_job_that_was_stopped_must_be_copied(tmp_path):
     copies = Copies(tmp_path, output=True)
     copies.job.write("last.pt", b"weights")
+    copies.job.write("bad\x01", b"")
     copies.stored.begin()
     copies.stops = 1  # only a second request ends the copying
-    copied = [(copy.what, copy.files, copy.error) for copy in copies.end(quiet=True)]
-    assert copied == [("checkpoints", 1, ""), ("output", 1, "")]
+    copied = copies.end(quiet=True)
+    assert [(copy.what, copy.files, copy.error) for copy in copied] == [("checkpoints", 2, ""), ("output", 1, "")]
+    (note,) = copied[1].skipped
+    assert note.endswith(": its name has characters that cannot be printed")
     assert [path.read_bytes() for path in (tmp_path / "output").rglob("last.pt")] == [b"weights"]
 
 
@@ -171,7 +202,13 @@ def test_no_secret_must_be_published_with_the_output_of_a_job(tmp_path):
     paths = create(JobPaths(tmp_path / "j-1"), spec)
     assert "canary-7" in paths.spec.read_text()
     emit = Recorder(paths.events, key=bytes(32))
+    emit(events.JobResumed())
+    for path in (paths.report, paths.page, paths.patch):
+        path.write_text("canary-7")
     Stored(spec, paths, lambda: 0, emit).publish()
     emit.close()
     published = {path.name: path.read_text() for path in (tmp_path / "out").rglob("*") if path.is_file()}
-    assert {"job.yaml", "plan.json"} <= published.keys() and "canary-7" not in "".join(published.values())
+    assert published.keys() == {
+        path.name for path in (paths.report, paths.page, paths.events, paths.spec, paths.plan, paths.patch)
+    }
+    assert "canary-7" not in "".join(published.values())

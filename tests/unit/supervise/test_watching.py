@@ -1,0 +1,86 @@
+"""What is shown of a job while it runs: on a screen, and to other processes that ask for it."""
+
+from types import SimpleNamespace
+
+import pytest
+from support.commanded import Whole, create, supervise
+from support.methods import after, before
+from support.recording import RecordingEngine
+from support.scripted import ALL_WELL, KILLED
+
+from orchestrate import console
+from orchestrate.files.paths import JobPaths
+from orchestrate.job import usage
+from orchestrate.job.events import Event, JobEnded, SupervisorStarted
+from orchestrate.job.spec import JobSpec
+from orchestrate.supervise import launch
+from orchestrate.supervise.running import Watch
+from orchestrate.view.screen import Screen, Shown
+
+
+class Seen(Screen):
+    """A screen that records what it gets."""
+
+    def __init__(self) -> None:
+        self.plans: list[int] = []
+        self.events: list[Event] = []
+        self.used: list = []
+        self.watch = self.used.append
+
+    def planned(self, plan) -> None:
+        self.plans.append(plan.generation)
+
+    def event(self, event) -> None:
+        self.events.append(event)
+
+
+def test_a_screen_must_get_each_plan_all_events_and_what_workers_use(paths):
+    screen = Seen()
+    launch.supervise(paths, Whole([[], KILLED], [ALL_WELL]), lambda: 0, Shown(print, screen=screen))
+    assert screen.plans == [0, 1] and {*screen.used[0]} == {0, 1, 2}
+    assert isinstance(screen.events[0], SupervisorStarted) and isinstance(screen.events[-1], JobEnded)
+
+
+def test_what_workers_use_must_be_written_while_another_process_asks_for_it(paths):
+    usage.ask(paths)
+    engine, seen = Whole([[], ALL_WELL]), []
+    engine.wait = before(engine.wait, lambda: seen.append({*usage.read(paths)[1]}))
+    supervise(paths, engine)
+    assert seen == [set(), {0, 1, 2}]
+    assert not paths.usage.exists() and not paths.usage_asked.exists()
+
+
+@pytest.mark.parametrize(("output", "waiting"), [("", True), ("hello\n", False)])
+def test_the_phase_of_a_job_must_be_shown_until_its_workers_write(paths, output, waiting):
+    engine, phases = Whole([[], ALL_WELL]), []
+    engine.start = after(engine.start, lambda: paths.log(0).write_text(output))
+    console.attach(SimpleNamespace(above=print, phase=phases.append))
+    try:
+        supervise(paths, engine)
+    finally:
+        console.attach(None)
+    assert phases[:2] == ["starting 3 nodes", "starting the workers"]
+    assert ("waiting for the workers' first output" in phases) is waiting
+    assert "cleaning up" in phases and phases[-1] == ""
+
+
+def test_nodes_must_be_asked_what_their_workers_use_once_a_second(job):
+    class Always(Watch):
+        wanted = True
+
+        def take(self, found) -> None:
+            taken.append({*found})
+
+    taken: list[set[int]] = []
+    assert job.run(RecordingEngine([*[[]] * 35, ALL_WELL]), watch=Always()).outcome == "succeeded"
+    assert taken == [{0, 1, 2}] * 4
+
+
+def test_patterns_must_be_searched_in_the_output_and_those_without_a_match_named(tmp_path):
+    patterns = {"step": "iteration ([0-9]+)", "loss": "loss ([0-9.]+)"}
+    spec = JobSpec(trainers=2, grace=0.01, command=("-m", "app.train"), metrics=patterns)
+    paths, engine = create(JobPaths(tmp_path / "a-1"), spec), Whole([ALL_WELL])
+    engine.start = after(engine.start, lambda: paths.log(0).write_text("iteration 43\n"))
+    data, shown = supervise(paths, engine)
+    assert data["final_metrics"] == {"step": 43}
+    assert shown[-1] == "warning: no line of rank 0 matches the pattern of the metric loss"
