@@ -64,7 +64,11 @@ def test_the_package_of_a_missing_module_must_be_named(error, package):
 
 
 @pytest.mark.parametrize(
-    "option", "nodes nnodes trainers engine image dry-run detach set runs json print-path nproc-per-node".split()
+    "option",
+    [
+        *("nodes", "nnodes", "trainers", "engine", "image", "dry-run"),
+        *("detach", "set", "runs", "json", "print-path", "nproc-per-node"),
+    ],
 )
 def test_an_option_of_run_after_the_script_must_be_recognized(option):
     assert "options of run come before" in cause(f"a.py: error: unrecognized arguments: --{option} 2", code=2).hint

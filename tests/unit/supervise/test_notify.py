@@ -48,12 +48,13 @@ def test_a_notification_must_have_all_facts_and_follow_no_redirection(server, mo
     assert [data for data, _ in server.requests] == [facts | {"job_id": "a-1", "run_directory": "/runs/a-1"}] * 2
 
 
-def test_a_failed_notification_must_be_logged_without_its_target(tmp_path, monkeypatch):
-    """It may contain a token."""
+def test_a_failed_notification_must_be_logged_without_its_target_and_output(tmp_path, monkeypatch, capfd):
+    """Its target may contain a token, and stdout may be reserved for the report."""
     monkeypatch.setattr(notify, "TRIES", (0.0,))
     with log_file.kept(tmp_path / "log", str):
-        notifier = notify.Notifier("false --token canary-7", "a-1", "/runs/a-1")
+        notifier = notify.Notifier("sh -c 'echo canary-7; exit 3'", "a-1", "/runs/a-1")
         notifier.event(events.GenerationStarted(0, ()))
         notifier.close()
     (line,) = (tmp_path / "log").read_text().splitlines()
     assert line.endswith(": the notification started failed: CalledProcessError")
+    assert capfd.readouterr() == ("", "")

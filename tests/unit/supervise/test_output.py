@@ -16,9 +16,10 @@ from orchestrate.files.paths import JobPaths
 from orchestrate.job import store
 from orchestrate.job.outcomes import WorkerExit
 from orchestrate.job.spec import JobSpec
-from orchestrate.job.times import Clock
+from orchestrate.job.times import Clock, Times
 from orchestrate.supervise import launch, output
 from orchestrate.supervise.output import Output
+from orchestrate.view.printer import Style
 from orchestrate.view.screen import Shown
 
 
@@ -148,6 +149,23 @@ def test_worker_output_must_be_shown_before_a_later_message_of_ours(paths):
         out.in_turn(lambda: show("ours"))
         out.in_turn(lambda: show("ours again"))
     assert release.is_set() and shown == ["[0] of a worker", "ours", "ours again"]
+    out.in_turn(lambda: show("late"))  # for example, a warning about the report
+    assert shown[-1] == "late"
+
+
+def test_the_times_and_colors_of_all_lines_must_be_kept(paths):
+    create(paths)
+    (_, plan), shown = store.load(paths), []
+    follower = launch.rest(paths, *store.load(paths))
+    style = Style(colors=True)
+    out = Output(follower, plan, Shown(shown.append, style=style), Clock(paths.times), lambda: None)
+    with out.following():
+        paths.log(0).write_text("\x1b[31mred\x1b[0m\n")
+        eventually(paths.times.exists)
+        with paths.log(0).open("a") as file:
+            file.write("last\n")
+    times = Times(paths.times)
+    assert "\x1b[31mred" in shown[0] and times.at(0, 0) and times.at(0, len("\x1b[31mred\x1b[0m\n"))
 
 
 def test_worker_output_must_be_shown_even_if_the_supervisor_crashes(paths):

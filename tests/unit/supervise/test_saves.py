@@ -3,12 +3,16 @@
 import os
 from collections.abc import Callable
 
+from support.plans import HERE, plan
 from support.recording import RecordingEngine
 from support.scripted import ALL_WELL, Job
 
 from orchestrate.engines.base import Observed
+from orchestrate.job.recorder import Recorder
 from orchestrate.job.spec import JobSpec
 from orchestrate.supervise import saves
+from orchestrate.supervise.job_files import JobFiles
+from orchestrate.supervise.running import Running
 
 SPEC = JobSpec(trainers=2, grace=0.01, hang_after=0.0)
 
@@ -78,3 +82,24 @@ def test_a_script_that_saves_often_must_not_fill_the_events_and_its_last_one_mus
     assert 10 < len(found) < 60 and found[-1] > 440
     gaps = [later - sooner for sooner, later in zip(found, found[1:])]
     assert max(gaps) < 60 and sorted(gaps)[-5:] > sorted(gaps)[:5]
+
+
+def test_a_folder_that_takes_long_to_list_must_be_listed_rarely(job):
+    class Slow(JobFiles):
+        def saved(self) -> tuple[tuple[str, int], ...]:
+            listed.append(job.clock.now)
+            job.clock.sleep(0.4)
+            return super().saved()
+
+    listed: list[float] = []
+    emit, files = Recorder(job.paths.events, clock=job.clock), Slow(job.paths)
+    running = Running(
+        spec=SPEC, plan=plan(SPEC, HERE, "j"), run=job.paths.shared, engine=RecordingEngine(), emit=emit,
+        stops=lambda: 0, files=files,
+    )  # fmt: skip
+    looks = saves.Saves(running)
+    for _ in range(600):
+        looks.step()
+        job.clock.sleep(0.1)
+    assert len(listed) == 5  # a fiftieth of the time: at first, and every twenty seconds
+    emit.close()

@@ -24,6 +24,8 @@ class Seen(Screen):
     def __init__(self) -> None:
         self.plans: list[int] = []
         self.events: list[Event] = []
+        self.lines: list[tuple[int, int | None]] = []  # ranks, and steps that they name
+        self.bars: list = []
         self.used: list = []
         self.watch = self.used.append
 
@@ -33,10 +35,18 @@ class Seen(Screen):
     def event(self, event) -> None:
         self.events.append(event)
 
+    def heard(self, rank, found) -> None:
+        self.lines.append((rank, found and found.step))
 
-def test_a_screen_must_get_each_plan_all_events_and_what_workers_use(paths):
-    screen = Seen()
-    launch.supervise(paths, Whole([[], KILLED], [ALL_WELL]), lambda: 0, Shown(print, screen=screen))
+    def refresh(self, bars) -> None:
+        self.bars.append(bars())
+
+
+def test_a_screen_must_get_all_that_happens_in_a_job(paths):
+    screen, engine = Seen(), Whole([[], KILLED], [ALL_WELL])
+    engine.start = after(engine.start, lambda: paths.log(1).write_text("hello\nstep 3, loss 0.5\n"))
+    launch.supervise(paths, engine, lambda: 0, Shown(print, screen=screen))
+    assert screen.lines == [(1, None), (1, 3)] and screen.bars[-1] == {}
     assert screen.plans == [0, 1] and {*screen.used[0]} == {0, 1, 2}
     assert isinstance(screen.events[0], SupervisorStarted) and isinstance(screen.events[-1], JobEnded)
 

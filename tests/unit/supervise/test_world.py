@@ -76,7 +76,11 @@ def test_workers_whose_data_may_not_be_counted_must_not_be_in_the_report(job, ch
 
 @pytest.mark.parametrize(
     ("imports", "hint"),
-    [("torch, transformers", "use a Trainer or an Accelerator"), ("lightning", "of the Trainer"), ("deepspeed", "engine")],
+    [
+        ("torch, transformers", "use a Trainer or an Accelerator"),
+        ("lightning", "of the Trainer"),
+        ("deepspeed", "engine"),
+    ],
 )
 def test_the_hint_must_fit_the_framework_of_the_script(job, tmp_path, imports, hint):
     (tmp_path / "train.py").write_text(f"import {imports}\n")
