@@ -14,6 +14,7 @@ class Received:
 
     def __init__(self) -> None:
         self.requests: list[tuple[dict, str]] = []
+        self.types: list[str] = []  # of their content
         self.answers: list[int] = []
         received = self
 
@@ -22,6 +23,7 @@ class Received:
                 body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
                 status = received.answers.pop(0) if received.answers else 200
                 received.requests.append((json.loads(body or b"{}"), self.headers.get(notify.SIGNATURE, "")))
+                received.types.append(self.headers.get("Content-Type", ""))
                 received.body = body
                 self.send_response(status)
                 self.send_header("Location", "/elsewhere")

@@ -287,7 +287,8 @@ def test_what_was_copied_must_be_known_to_the_next_supervisor(tmp_path, monkeypa
     assert job.run(engine, JobSpec(trainers=2, grace=0.01, user=str(user)), wanted).outcome == Outcome.SUCCEEDED
     assert (job.paths.shared / "work" / "train.py").read_text() == "old"
     assert (job.paths.shared / "work" / "train.py").stat().st_uid == user
-    assert [copy["files"] for copy in job.noted("code_copied")] == [1]  # not again at the restart
+    (copied,) = job.noted("code_copied")  # not again at the restart
+    assert (copied["files"], copied["bytes"], copied["links"]) == (1, 3, 0)
     (tmp_path / "code" / "train.py").write_text("fixed meanwhile")
     written = JobFiles(job.paths).tidy(wanted.placement)
     assert written and (written.files, written.complete) == ([], True)

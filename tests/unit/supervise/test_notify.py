@@ -45,6 +45,7 @@ def test_a_notification_must_have_all_facts_and_follow_no_redirection(server, mo
     notifier.event(events.RestartDecided(True, "restart 1 of 3", 0.0, time=7.0, seconds=2.0))
     notifier.close()
     facts = {"event": "restarted", "text": "restart 1 of 3", "time": 7.0, "seconds": 2.0}
+    assert server.types == ["application/json"] * 2
     assert [data for data, _ in server.requests] == [facts | {"job_id": "a-1", "run_directory": "/runs/a-1"}] * 2
 
 
