@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 from support.commanded import SPEC, Whole, create, end, supervise, supervised
-from support.methods import after, before
+from support.methods import after, before, raising
 from support.optional import not_none
+from support.plans import HERE, plan
 from support.scripted import ALL_WELL, KILLED
 
 from orchestrate.errors import EngineError, OrchestrateError, UsageError
@@ -239,6 +240,22 @@ def test_the_key_of_a_job_must_be_deleted_with_its_nodes(paths, monkeypatch):
 
 def fail_to_remove(grace: float, stopped: Callable[[], bool]) -> None:
     raise EngineError("no space left")
+
+
+def test_the_files_of_nodes_that_may_still_write_must_be_neither_removed_nor_copied(paths, tmp_path):
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "train.py").touch()
+    site, spec = (
+        HERE.but(code=f"{tmp_path}/code", original="/w"),
+        dataclasses.replace(SPEC, output=f"file://{tmp_path}"),
+    )
+    store.create(spec, plan(spec, site, "a-1"), paths)
+    engine = Whole([ALL_WELL])
+    engine.down = raising(EngineError("stuck"))
+    data, _ = supervise(paths, engine)
+    assert (paths.work / "train.py").exists() and data["written"] == []
+    assert [copy["error"] for copy in data["copies"]] == ["nodes may still write"]
+    assert (tmp_path / "a-1" / "orchestrate" / "report.json").exists()
 
 
 def test_a_report_must_describe_the_final_nodes_of_a_job(paths, monkeypatch):

@@ -81,9 +81,15 @@ def test_a_store_that_refuses_every_file_must_not_be_asked_for_all_of_them(tmp_p
     assert MAX_FAILURES < len(asked) <= MAX_FAILURES + AT_ONCE
 
 
-@pytest.mark.parametrize(("patience", "stops"), [(0.1, itertools.repeat(0)), (3600.0, itertools.count())])
+@pytest.mark.parametrize(
+    ("patience", "stops", "error", "hint"),
+    [
+        (0.1, itertools.repeat(0), "does not respond", "check the network"),
+        (3600.0, itertools.count(), "copying was stopped", ""),
+    ],
+)
 def test_the_end_of_a_job_must_not_wait_forever_for_a_store_that_is_down(
-    tmp_path, monkeypatch, rclone, patience, stops
+    tmp_path, monkeypatch, rclone, patience, stops, error, hint
 ):
     """Until nothing has been copied for long, or the user asks to stop."""
     monkeypatch.setattr("orchestrate.supervise.stored.NO_PROGRESS", patience)
@@ -105,6 +111,7 @@ def test_the_end_of_a_job_must_not_wait_forever_for_a_store_that_is_down(
         console.attach(None)
     emit.close()
     assert [copy.what for copy in copies if copy.error] == ["checkpoints", "output"]
+    assert error in copies[1].error and copies[1].hint.startswith(hint)
     name = JobPaths(tmp_path / "run").root.name
     assert phases[-3:] == ["", f"copying output to s3://bucket/output/{name}", ""]  # nothing stays on the screen
 
