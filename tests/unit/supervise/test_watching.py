@@ -90,7 +90,8 @@ def test_patterns_must_be_searched_in_the_output_and_those_without_a_match_named
     patterns = {"step": "iteration ([0-9]+)", "loss": "loss ([0-9.]+)"}
     spec = JobSpec(trainers=2, grace=0.01, command=("-m", "app.train"), metrics=patterns)
     paths, engine = create(JobPaths(tmp_path / "a-1"), spec), Whole([ALL_WELL])
-    engine.start = after(engine.start, lambda: paths.log(0).write_text("iteration 43\n"))
+    paths.log(0).write_text("iteration 43\n")
+    paths.log(1).write_text('{"step": 99, "lr": 0.5}\n')  # only rank 0 counts
     data, shown = supervise(paths, engine)
     assert data["final_metrics"] == {"step": 43}
     assert shown[-1] == "warning: no line of rank 0 matches the pattern of the metric loss"
