@@ -55,6 +55,7 @@ class Answers:
         self.volumes: list[str] = []  # that each image declares
         self.output, self.code = b"", 0  # of a container created through the API
         self.refusals: dict[str, tuple[int, str]] = {}
+        self.replies: dict[str, Any] = {}  # content of answers by request, instead of the made-up ones
         self.on_request: Callable[[str], None] = lambda request: None  # called with each request
         self.at_once = b""  # what an exec writes together with the answer to its start
         self.speaks: Callable[[socket], None] = lambda connection: None  # what an exec does with its connection
@@ -126,6 +127,8 @@ class Answers:
         if request in self.refusals:
             status, message = self.refusals[request]
             return status, {"message": message}
+        if request in self.replies:
+            return 200, self.replies[request]
         filters = json.loads(query.get("filters", "{}"))
         method, _, path = request.partition(" ")
         if method == "GET" and (name := re.fullmatch(r"/images/(.+)/json", path)):

@@ -167,12 +167,13 @@ def test_nodes_that_stop_responding_must_be_declared_lost_together(nodes, monkey
 
 
 def test_a_node_that_cannot_be_reconnected_must_be_declared_lost_after_the_time_limit(nodes, monkeypatch):
-    monkeypatch.setattr(clients, "NODE_EXIT_TIMEOUT", 0.05)
+    nodes.clock = clock = Clock()
+    began = clock.now
     nodes.start(planned())
     monkeypatch.setattr(nodes.access, "runs", lambda node: True)
     nodes.up -= {"node-1"}
     nodes.fakes["node-1"].end()
-    assert lost(nodes) == [1]
+    assert lost(nodes) == [1] and 4 < clock.now - began < 6
 
 
 def test_an_exit_code_must_be_fetched_later_from_a_node_that_was_unreachable(nodes):

@@ -60,6 +60,13 @@ def test_an_invalid_message_must_end_the_connection(ends):
     assert link.receive() is None
 
 
+def test_an_endless_message_must_end_the_connection(ends):
+    link, node = ends
+    link.partial = b"x" * protocol.MAX_REPORT
+    node.sock.sendall(b"x")
+    assert link.receive() is None
+
+
 def test_a_closed_connection_must_not_accept_requests(ends):
     link, node = ends
     node.sock.close()
@@ -177,8 +184,8 @@ def test_an_answer_must_be_found_among_other_messages(ends):
 @pytest.mark.parametrize("say", ["failed", "refused"])
 def test_a_failed_request_must_raise_the_nodes_error_message(ends, say):
     link, node = ends
-    node.send(json.dumps({"say": say, "error": "no space left"}).encode())
-    with pytest.raises(EngineError, match="no space left"):
+    node.send(json.dumps({"say": say, "error": "no space\nleft"}).encode())
+    with pytest.raises(EngineError, match="node error: no space left"):
         link.converse(protocol.GetChanges("job", {}), protocol.Changes)
 
 
@@ -258,7 +265,7 @@ def test_a_connection_must_be_closed_if_the_handshake_fails(answer):
             there.sendall(answer)
             there.shutdown(socket.SHUT_WR)
         assert not link.greet(0.01)
-        assert link.sock.fileno() == -1
+        assert link.sock.fileno() == -1 and len(link.partial) <= 1 << 16  # of an endless line, one piece is read
 
 
 def test_requests_must_not_be_sent_to_a_listener_without_the_key():
@@ -325,6 +332,20 @@ def test_connect_must_wait_for_a_socket_only_while_its_node_may_create_it(tmp_pa
     with pytest.raises(FileNotFoundError):
         connect(tmp_path / "never", KEY, lambda: alive.pop(0))
     assert alive == [] and 2 < now[0] < 4
+
+
+def test_only_a_socket_must_be_connected_to_and_no_link_be_followed_to_another_node(tmp_path):
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to("other")
+    (tmp_path / "folder").symlink_to(tmp_path)
+    with listening(tmp_path, "other"):
+        before = len(os.listdir("/proc/self/fd"))
+        for name in ("file", "link"):
+            with pytest.raises(ConnectionRefusedError, match=f"{name} is not a socket"):
+                connect(tmp_path / name, KEY)
+        with pytest.raises(NotADirectoryError):
+            connect(tmp_path / "folder" / "other", KEY)
+        assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_connect_must_refuse_a_listener_that_is_not_the_node(tmp_path):

@@ -9,7 +9,7 @@ from typing import cast
 import pytest
 
 from orchestrate.cli import removal
-from orchestrate.engines import base
+from orchestrate.engines import base, sockets
 from orchestrate.engines.base import JobState
 from orchestrate.engines.process import ProcessEngine
 from orchestrate.errors import EngineError, UsageError
@@ -92,6 +92,12 @@ def test_the_socket_folder_must_be_private_to_its_user(tmp_path, monkeypatch):
     monkeypatch.setattr(private, "TEMPORARY", tmp_path / "none")
     with pytest.raises(EngineError, match="cannot create a folder for node sockets"):
         private.temporary()
+
+
+def test_a_link_in_place_of_the_folder_of_a_jobs_sockets_must_be_refused(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path)
+    with pytest.raises(EngineError, match="cannot create the folder for node sockets"):
+        sockets.share(tmp_path / "link", "7:8")
 
 
 class Others:

@@ -3,20 +3,68 @@
 import sys
 from typing import cast
 
+import pytest
 from support.plans import Site
 
 from orchestrate.engines import check_cache, process
 from orchestrate.engines.docker import probe
 from orchestrate.engines.docker.client import Daemon
 from orchestrate.engines.process import ProcessEngine
+from orchestrate.errors import ResourceError
 from orchestrate.job.gpus import Gpu
 from orchestrate.job.spec import IMAGE, JobSpec
 
 TORCH = "import torch\nprint('cuda', torch.cuda.is_available())\n"
 
 
-def run(cli, *arguments: str):
-    return cli("run", "--engine", "docker", "--trainers", "1", *arguments)
+@pytest.fixture(autouse=True)
+def uncached(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    tmp_path.chmod(0o700)
+
+
+def test_the_python_of_an_image_must_be_looked_for_once_and_again_after_a_change(answers, daemon, tmp_path):
+    answers.images, answers.output = {"mine:1"}, b"a warning\n3 9"
+    for number in (1, 1, 2):
+        answers.replies["GET /images/mine:1/json"] = {"Id": f"sha256:{number}", "Config": {}}
+        assert probe.python(daemon, "mine:1", tmp_path) == "python"
+    assert answers.requests().count("POST /containers/create") == 2
+    body = answers.query_of("POST /containers/create")[1]
+    assert body["User"] == "65534:65534" and body["HostConfig"]["Tmpfs"] == {"/tmp": "size=1g"}
+    answers.images = {"old:1"}
+    answers.replies["GET /images/old:1/json"] = {"Id": "sha256:3", "Config": {}}
+    answers.output = b"3 8"
+    with pytest.raises(ResourceError, match=r"the image old:1 has no Python 3\.9 or later: python is Python 3\.8"):
+        probe.python(daemon, "old:1", tmp_path)
+
+
+def test_an_image_in_which_python_hangs_must_be_tried_once(answers, daemon, tmp_path):
+    answers.images, answers.refusals["POST /containers/made/wait"] = {"mine:1"}, (500, "timed out")
+    with pytest.raises(ResourceError, match=r"has no Python 3\.9 or later: timed out"):
+        probe.python(daemon, "mine:1", tmp_path)
+    assert answers.requests("DELETE") == ["DELETE /containers/made"]
+
+
+def test_the_gpus_of_a_job_must_be_tested_in_its_image_until_they_work(answers, daemon, tmp_path):
+    answers.images, daemon.info["Runtimes"] = {"mine:1"}, {"nvidia": {}}
+
+    def problem(driver: str = "1") -> str:
+        gpus = [Gpu(id=f"GPU-{number}", index=number, driver=driver) for number in (1, 2)]
+        return probe.gpu_problem(daemon, "mine:1", tmp_path, "python3", gpus)
+
+    answers.output = b"torch 2: " + b"x" * 1000
+    assert problem() == f"torch 2: {'x' * 291}"
+    body = answers.query_of("POST /containers/create")[1]
+    assert {"HOME=/tmp", "NVIDIA_VISIBLE_DEVICES=GPU-1,GPU-2"} < {*body["Env"]}
+    assert (body["HostConfig"]["Runtime"], body["Entrypoint"]) == ("nvidia", ["python3"])
+    answers.asked.clear()
+    answers.output = b"works"
+    for driver, number in (("1", 1), ("1", 1), ("2", 1), ("1", 2)):
+        answers.replies["GET /images/mine:1/json"] = {"Id": f"sha256:{number}", "Config": {}}
+        assert problem(driver) == ""
+    assert answers.requests().count("POST /containers/create") == 3
+    answers.refusals["POST /containers/made/start"] = 500, "no driver"
+    assert problem("3") == "no driver"
 
 
 def test_the_projects_own_image_must_not_be_probed(monkeypatch, tmp_path):
@@ -35,9 +83,7 @@ def test_local_processes_must_not_get_gpus_that_their_torch_cannot_use(monkeypat
     assert found.gpus == ("GPU-1",)
 
 
-def test_only_a_torch_that_works_must_be_cached(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    tmp_path.chmod(0o700)
+def test_only_a_torch_that_works_or_is_missing_must_be_cached():
     assert check_cache.cuda(["a"], "torch 2: no") == "torch 2: no" and not check_cache.cached(["a"])
     assert check_cache.cuda(["a"], "") == "torch exited without output"
     assert (
@@ -45,3 +91,5 @@ def test_only_a_torch_that_works_must_be_cached(monkeypatch, tmp_path):
         and check_cache.cached(["a"]) == "works"
         and not check_cache.cached(["b"])
     )
+    assert check_cache.cuda(["b"], "no torch", "ignored") == "" and check_cache.cached(["b"]) == "no torch"
+    assert check_cache.cuda(["c"], "", "no driver") == "no driver" and not check_cache.cached(["c"])

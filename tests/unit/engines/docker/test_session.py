@@ -178,6 +178,7 @@ def test_nodes_must_share_a_socket_folder_and_see_the_code_folder_without_ignore
     assert hidden_mounts == empty | {"/workspace/key.env": ("bind", True)}
     assert sockets == {**bound, "source": str(job.sockets), "target": "/run/orchestrate"}
     assert stat.S_IMODE(job.sockets.stat().st_mode) == 0o700
+    assert job.sockets.stat().st_uid == job.run.stat().st_uid  # nodes of root run as another user
 
 
 def test_nodes_must_get_only_the_gpus_of_the_plan(job):

@@ -1,6 +1,7 @@
 """Ends of Docker nodes as the engine's events report them, and their removal; with a simulated engine."""
 
 import selectors
+import stat
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -289,12 +290,17 @@ def test_the_nodes_of_a_cluster_must_be_cleaned_and_kept(job):
     engine.clients.connections["master"], node = connected()
     engine.clients.selector.register(engine.clients.connections["master"].sock, selectors.EVENT_READ, "master")
     node.send(encoded("cleaned"))
+    for name in (str(engine.nodes["master"].short_id), "left"):
+        (job.sockets / name).mkdir(parents=True)
+    job.sockets.chmod(0o777)
     assert engine.project == "c" and engine.env["JOB_ID"] == "c" and engine.network == "c_job"
     engine.down(30.0)
     assert job.answers.requests() == []
     with node.sock:
         assert node.hear() == {"ask": "clean"}
     assert engine.clients.cleaned == {"master"}
+    assert [path.name for path in job.sockets.iterdir()] == [str(engine.nodes["master"].short_id)]
+    assert stat.S_IMODE(job.sockets.stat().st_mode) == 0o700
 
 
 def test_a_network_that_is_in_use_must_be_an_error(job):

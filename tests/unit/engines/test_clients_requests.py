@@ -1,0 +1,66 @@
+"""What nodes are sent with the start of a worker, and what of their reports is used; with simulated nodes."""
+
+import dataclasses
+from collections.abc import Iterator
+
+import pytest
+from support.fake_nodes import Nodes, planned
+
+from orchestrate.job.outcomes import Activity, Use
+from orchestrate.job.spec import JobSpec
+
+USED = Use(exchanged=7, connected=1.0, sampled=2.0, gpu=False, torch=True, version="2.9")
+
+
+@pytest.fixture
+def nodes() -> Iterator[Nodes]:
+    nodes = Nodes(2)
+    yield nodes
+    nodes.close()
+
+
+def test_secrets_must_be_sent_as_files_whose_paths_the_job_may_override(nodes):
+    nodes.access.spec = JobSpec(contents={"TOKEN": "x", "RANK": "y"})
+    nodes.start(planned(1))
+    (request,) = nodes.fakes["node-0"].asked()
+    assert request["secrets"] == {"/run/secrets/TOKEN": "x", "/run/secrets/RANK": "y"}
+    assert (request["env"]["TOKEN_FILE"], request["env"]["RANK"]) == ("/run/secrets/TOKEN", "0")
+    plan = planned(1, generation=1)
+    plan.workers[0].env["TOKEN_FILE"] = "mine"
+    nodes.start(plan)
+    assert nodes.fakes["node-0"].asked()[0]["env"]["TOKEN_FILE"] == "mine"
+
+
+def test_all_nodes_must_run_the_command_before_workers_at_the_same_time(nodes):
+    nodes.access.spec = JobSpec(before=("prepare", "$HERE"))
+    nodes.start(planned())
+    assert [node.asked()[0]["before"] for node in nodes.fakes.values()] == [["prepare", "$HERE"]] * 2
+    nodes.fakes["node-0"].say("started", generation=0, rank=0, pid=70)
+    assert [end.rank for end in nodes.wait(1)] == [2]  # its node is missing
+    assert [node.asked() for node in nodes.fakes.values()] == [[], []]
+
+
+def test_what_a_worker_has_used_must_be_in_its_exit_and_its_activity(nodes):
+    nodes.start(planned(2))
+    nodes.fakes["node-0"].ended(0, 1, use=dataclasses.asdict(USED))
+    assert [end.use for end in nodes.wait(1)] == [USED]
+    doing = {"1": {"state": "R", "cpu": 2.5, "memory": 9}}
+    nodes.fakes["node-1"].knows(running=doing, uses={"1": dataclasses.asdict(USED)})
+    assert nodes.activity() == {1: Activity("R", 2.5, 9, USED)}
+
+
+def test_a_node_must_not_end_the_worker_of_another_node(nodes):
+    nodes.start(planned(2))
+    nodes.fakes["node-1"].ended(0, 9)
+    nodes.fakes["node-1"].say("started", generation=0, rank=0, pid=70)
+    nodes.fakes["node-1"].ended(1, 1)
+    assert [end.rank for end in nodes.wait(1)] == [1] and nodes.running == {0: "node-0"} and not nodes.pids
+
+
+def test_the_connection_of_a_node_that_sends_nonsense_must_be_closed(nodes):
+    nodes.start(planned(1))
+    node = nodes.fakes["node-0"]
+    node.asked()
+    node.here.sendall(b"nonsense\n")
+    assert [end.code for end in nodes.wait(1)] == [137]
+    assert node.here.recv(1) == b""
