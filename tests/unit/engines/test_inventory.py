@@ -9,11 +9,11 @@ import pytest
 from support.plans import Site, plan, spec
 
 from orchestrate import console
-from orchestrate.engines import check_cache, process
-from orchestrate.engines.docker import image, labels, probe
+from orchestrate.engines import check_cache, process, venv
+from orchestrate.engines.docker import image, labels, packages, probe
 from orchestrate.engines.docker.client import Daemon
 from orchestrate.engines.process import ProcessEngine
-from orchestrate.errors import EngineError, ResourceError
+from orchestrate.errors import EngineError, ResourceError, UsageError
 from orchestrate.files.paths import PROJECT
 from orchestrate.job.spec import IMAGE, JobSpec
 
@@ -23,6 +23,10 @@ IN_USE = (
     '<nvidia_smi_log><gpu id="00000000:07:00.0"><uuid>GPU-7</uuid>'
     "<fb_memory_usage><total>1000 MiB</total><used>51 MiB</used></fb_memory_usage></gpu></nvidia_smi_log>"
 )
+OF_CONTAINERS = {
+    **{"dockerfile": ".", "image": "x", "user": "7", "memory": "1g", "cpus": 1.0, "shm_size": "2g"},
+    **{"isolated": True, "ports": ("6006:80",), "services": "x", "encrypt": True, "constraints": ["x"]},
+}
 NVIDIA = {"runc": {}, "nvidia": {}}
 PYTHON, GPU_PROBLEM = probe.python, probe.gpu_problem  # the originals, which tests replace
 
@@ -60,7 +64,8 @@ def test_the_inventory_must_describe_the_engine(answers, daemon, tmp_path, monke
     assert (found.engine, found.about) == ("docker", "Docker Engine 26.1.5, image mine:1")
     assert (found.cores, found.gpus, found.no_gpus) == ((4, 5, 6, 7), (), "the engine has no NVIDIA runtime")
     assert (found.network, found.master_addr, found.interface) == ("bridge", "", "eth0")
-    assert (found.job_dir, found.code) == ("/job", str(tmp_path))
+    assert (found.job_dir, found.code, found.original) == ("/job", str(tmp_path), "/workspace")
+    assert (found.image, found.python) == ("mine:1", "python")
     assert found.preload == ("torch", "torch.distributed")
     assert (found.memory, found.hosts) == (8 << 30, 1)
     assert answers.requests() == []
@@ -125,8 +130,10 @@ def test_each_check_must_be_announced_before_it_starts(answers, daemon, tmp_path
     ("images", "used"), [({"mine:1"}, ""), (set(), ""), ({"mine:1", IMAGE}, IMAGE), ({IMAGE}, IMAGE)]
 )
 def test_a_plan_must_run_only_the_projects_own_image_and_report_a_skipped_check(
-    answers, daemon, tmp_path, images, used
+    answers, daemon, tmp_path, monkeypatch, images, used
 ):
+    monkeypatch.setattr(probe, "python", PYTHON)
+    monkeypatch.setattr(probe, "gpu_problem", GPU_PROBLEM)
     answers.images, answers.output, daemon.info["Runtimes"] = images, LISTING, NVIDIA
     found = inventory(daemon, spec(), tmp_path / "run", False)
     if used:
@@ -151,7 +158,7 @@ def test_a_container_that_fails_to_list_gpus_must_mean_none_and_be_removed(answe
     path = "/containers/create" if what == "create" else f"/containers/made/{what}"
     answers.refusals[f"POST {path}"] = 500, "no driver"
     found = inventory(daemon, spec(), tmp_path, True)
-    assert found.gpus == () and "cannot see any GPU" in found.no_gpus
+    assert (found.gpus, found.no_gpus) == ((), "containers cannot see any GPU: no driver")
     assert ("DELETE /containers/made" in answers.requests()) is (what != "create")
 
 
@@ -162,7 +169,8 @@ def test_gpus_must_not_be_listed_if_the_job_uses_none(answers, daemon, tmp_path)
 
 
 @pytest.mark.parametrize("gpus", ["all", 2])
-def test_no_image_must_be_pulled_for_gpus_that_the_engine_cannot_provide(answers, daemon, tmp_path, gpus):
+def test_no_image_must_be_pulled_for_gpus_that_the_engine_cannot_provide(answers, daemon, tmp_path, monkeypatch, gpus):
+    monkeypatch.setattr(probe, "python", PYTHON)
     found = inventory(daemon, spec(gpus=gpus), tmp_path, True)
     assert found.no_gpus == "the engine has no NVIDIA runtime" and answers.requests() == []
     with pytest.raises(ResourceError):
@@ -189,9 +197,10 @@ def test_a_missing_image_must_be_pulled_once_and_never_for_a_plan(answers, daemo
 def test_the_pull_of_an_image_must_be_shown_with_its_progress(answers, daemon, monkeypatch, capsys):
     phases = []
     monkeypatch.setattr(image, "phase", phases.append)
-    image.ensure_image(daemon, spec())
-    assert capsys.readouterr().err == "pulling the image mine:1\n"
-    assert phases == ["pulling the image mine:1: 3 of 8 MB", ""]
+    image.ensure_image(daemon, spec(image="mine"))
+    assert capsys.readouterr().err == "pulling the image mine\n"
+    assert phases == ["pulling the image mine: 3 of 8 MB", ""]
+    assert answers.query_of("POST /images/create")[0] == {"tag": "latest", "fromImage": "mine"}
 
 
 def test_an_image_that_cannot_be_pulled_must_be_reported_with_a_hint(answers, daemon):
@@ -199,6 +208,10 @@ def test_an_image_that_cannot_be_pulled_must_be_reported_with_a_hint(answers, da
     with pytest.raises(ResourceError, match="cannot find or pull the image mine:1: pull access denied") as error:
         image.ensure_image(daemon, spec())
     assert "docker login" in error.value.hint
+    del answers.refusals["POST /images/create"]
+    answers.replies["POST /images/create"] = {"error": "no space left"}  # after the download has begun
+    with pytest.raises(ResourceError, match="cannot find or pull the image mine:1: no space left"):
+        image.ensure_image(daemon, spec())
     answers.refusals["GET /images/mine:1/json"] = 500, "out of order"
     with pytest.raises(EngineError, match="could not inspect mine:1: out of order"):
         image.ensure_image(daemon, spec())
@@ -210,6 +223,37 @@ def test_a_container_that_listed_gpus_and_cannot_be_removed_must_be_reported(ans
     answers.refusals["DELETE /containers/made"] = 500, "out of order"
     with pytest.raises(EngineError, match="could not remove the container that inspected the image: out of order"):
         inventory(daemon, spec(), tmp_path, True)
+
+
+def test_packages_must_be_installed_once_and_be_in_the_image_of_the_nodes(answers, daemon, tmp_path, monkeypatch):
+    compose(tmp_path, monkeypatch, "")
+    answers.images, requested = {"mine:1"}, spec(pip=["a"])
+    name = packages.with_packages(daemon, requested)
+    image.prepare(daemon, requested, tmp_path)
+    answers.images.add(name)
+    found = inventory(daemon, requested, tmp_path / "run", True)
+    assert (found.image, found.about) == (name, "Docker Engine 26.1.5, image mine:1 with 1 package")
+    assert (tmp_path / "arguments").read_text().count("build") == 1
+    answers.images.clear()  # a plan, before the image is pulled
+    assert inventory(daemon, requested, tmp_path / "run", False).image == "mine:1"
+
+
+def test_nodes_must_get_the_image_that_a_dockerfile_builds_now(answers, daemon, tmp_path, monkeypatch):
+    compose(tmp_path, monkeypatch, "")
+    (tmp_path / "Dockerfile").touch()
+    requested = spec(dockerfile=str(tmp_path))
+    answers.images.add(packages.base(requested))
+    found = inventory(daemon, requested, tmp_path / "run", True)
+    assert (found.image, found.about) == ("sha256:1", f"Docker Engine 26.1.5, image built from {tmp_path}")
+    assert (tmp_path / "arguments").read_text().count("build") == 1
+
+
+def test_folders_that_cannot_be_mounted_must_be_refused_before_a_job_starts(answers, daemon, tmp_path):
+    answers.images = {"mine:1"}
+    with pytest.raises(UsageError, match="it is a system folder"):
+        inventory(daemon, spec(mounts=("/dev:/x",)), tmp_path / "run", False)
+    data = {"a": "s3://bucket/a"}  # is fetched only for a job that runs
+    assert inventory(daemon, spec(data=data), tmp_path / "run", False).data == {"a": "/data/a"}
 
 
 def test_our_own_image_must_be_built_by_compose(answers, daemon, tmp_path, monkeypatch):
@@ -247,7 +291,21 @@ def test_the_inventory_must_describe_this_machine(tmp_path, monkeypatch):
     found = Site(*engine.inventory(requested, tmp_path / "run", False))
     assert (found.gpus, found.no_gpus) == ((), "")
     assert found.about == "local processes without isolation, ignoring image, memory, cpus, shm_size, volume"
+    of_job = {"data": {"train": str(tmp_path)}, "pip": ["a"], "source": "git+https://host/x"}
+    found = Site(*engine.inventory(spec(gpus="none", image=IMAGE, **of_job), tmp_path / "run", False))
+    assert (found.data, found.python) == (of_job["data"], str(venv.python(["a"])))
+    assert found.original == str(tmp_path)  # the checkout, which later runs use, too
     monkeypatch.setattr(process, "code_folder", lambda command: PROJECT)
     with pytest.raises(ResourceError, match="torch is not installed in .*python") as error:
         engine.inventory(JobSpec(), tmp_path / "run", False)
     assert sys.executable in str(error.value) and "pip install torch" in error.value.hint
+
+
+@pytest.mark.parametrize("key", OF_CONTAINERS)
+def test_a_key_that_local_processes_do_not_support_must_be_refused_unless_optional(tmp_path, key):
+    requested = {"gpus": "none", "image": IMAGE, key: OF_CONTAINERS[key]}
+    with pytest.raises(UsageError, match=f"^the process engine does not support {key}$") as error:
+        ProcessEngine().inventory(spec(**requested), tmp_path, False)
+    assert error.value.hint == f"remove it, or mark it as optional: --set optional={key}"
+    found = Site(*ProcessEngine().inventory(spec(**requested, optional=[key]), tmp_path, False))
+    assert found.about == f"local processes without isolation, ignoring {key}"

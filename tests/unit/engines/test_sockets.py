@@ -100,6 +100,12 @@ def test_a_link_in_place_of_the_folder_of_a_jobs_sockets_must_be_refused(tmp_pat
         sockets.share(tmp_path / "link", "7:8")
 
 
+def test_a_folder_of_a_jobs_sockets_that_cannot_be_removed_must_be_reported(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(EngineError, match=f"cannot remove {tmp_path}/file/sockets: Not a directory"):
+        sockets.unshare(tmp_path / "file" / "sockets")
+
+
 class Others:
     """An engine that runs a job of the given user."""
 

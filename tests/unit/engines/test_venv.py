@@ -1,16 +1,38 @@
 """Virtual environments with the packages of a job."""
 
+import sysconfig
+import zipfile
+from pathlib import Path
+
 import pytest
 
 from orchestrate.engines import venv
 from orchestrate.errors import ResourceError
 
 
-def test_packages_that_cannot_be_installed_must_not_leave_a_complete_environment(tmp_path, monkeypatch):
+def wheel(path: Path) -> None:
+    """Write a package with a single module."""
+    kind = "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+    about = {"METADATA": "Metadata-Version: 2.1\nName: tiny\nVersion: 1\n", "WHEEL": kind, "RECORD": ""}
+    with zipfile.ZipFile(path, "w") as file:
+        for name, text in {"tiny.py": "", **{f"tiny-1.dist-info/{name}": text for name, text in about.items()}}.items():
+            file.writestr(name, text)
+
+
+def test_packages_that_cannot_be_installed_must_be_installed_by_the_next_job_and_then_used(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    lines = ["--no-index", "a-package-that-does-not-exist"]
-    for _ in range(2):  # nor may the next job use what is there
-        with pytest.raises(ResourceError, match="could not install the packages"):
-            venv.create(lines)
-        folder = venv.python(lines).parents[1]
-        assert folder.exists() and not (folder / venv.DONE).exists()
+    monkeypatch.setenv("PIP_TARGET", str(tmp_path / "elsewhere"))
+    lines = ["--no-index", str(tmp_path / "tiny-1-py3-none-any.whl")]
+    folder = venv.python(lines).parents[1]
+    with pytest.raises(ResourceError, match="could not install the packages"):
+        venv.create(lines)
+    assert folder.exists() and not (folder / venv.DONE).exists()
+    wheel(Path(lines[1]))
+    venv.create(lines)
+    Path(lines[1]).unlink()
+    venv.create(lines)  # installs nothing, since it is complete
+    (module,) = tmp_path.rglob("tiny.py")
+    assert module.is_relative_to(folder)
+    parents = (module.parent / venv.PARENT).read_text()  # torch is not installed again
+    assert f"site.addsitedir({sysconfig.get_path('purelib')!r})" in parents
+    assert len({venv.python([*reversed(lines)]), venv.python(lines), venv.python(lines[1:])}) == 3

@@ -1,12 +1,14 @@
 """The Docker Engine must be the one that the user's `docker` command uses."""
 
+import sys
+
 import pytest
 from support.contexts import CASES, NAMES, assert_tls_refused, configure, context
 
 from orchestrate.cli.main import main
 from orchestrate.engines import choice
 from orchestrate.engines.docker.address import SOCKET, TLS, address
-from orchestrate.errors import EngineError
+from orchestrate.errors import EngineError, ResourceError
 from orchestrate.job.layers import resolve
 
 
@@ -126,4 +128,21 @@ def test_an_engine_without_compose_must_count_as_no_engine(config, monkeypatch, 
     monkeypatch.setattr("orchestrate.engines.docker.client.PLUGINS", [])
     monkeypatch.setenv("PATH", "")
     assert choice.select_engine(resolve({})).name == "process"
-    assert capsys.readouterr().err.startswith("no docker command on PATH; running as local processes")
+    notice = capsys.readouterr().err
+    assert notice.startswith("no docker command on PATH; running as local processes")
+    assert notice.endswith(". Install it, with its Compose plugin to use containers.\n")
+    with pytest.raises(ResourceError, match="no docker command on PATH"):
+        choice.select_engine(resolve({"engine": "docker"}))
+    assert [engine.name for engine in choice.available_engines()] == ["process"]
+
+
+def test_all_engines_must_be_found_whichever_of_them_is_missing(answers, daemon):
+    assert [engine.name for engine in choice.available_engines()] == ["docker", "process"]
+
+
+def test_only_a_missing_sdk_must_be_reported_with_the_command_that_installs_it():
+    with pytest.raises(ResourceError, match="the Python package requests is missing") as error, choice.sdk():
+        raise ModuleNotFoundError("no", name="requests")
+    assert error.value.hint == f"install it ({sys.executable} -m pip install docker)"
+    with pytest.raises(ModuleNotFoundError), choice.sdk():
+        raise ModuleNotFoundError("no", name="orchestrate.engines.docker.gone")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from support.answers import SPEC, Framed, Job
 from support.ends import End, listening
 from support.messages import encoded
@@ -19,6 +20,7 @@ from support.scripted import Clock
 
 from orchestrate.engines.docker import client as daemon_module
 from orchestrate.engines.docker import session as docker_module
+from orchestrate.engines.docker import toolkit
 from orchestrate.errors import EngineError, EngineLost
 from orchestrate.files.paths import PROJECT
 from orchestrate.job.spec import JobSpec
@@ -185,6 +187,14 @@ def test_nodes_must_get_only_the_gpus_of_the_plan(job):
     engine = job.settled(gpus=with_gpus(4).gpus, spec=dataclasses.replace(SPEC, nproc_per_node=1, gpus="all"))
     assert (engine.env["NODE_RUNTIME"], engine.env["NODE_GPUS"]) == ("nvidia", "GPU-0,GPU-1")
     assert engine.devices == {}
+    job.answers.info |= {"CDISpecDirs": ["/etc/cdi"]}  # instead of the runtime
+    engine = job.session(gpus=with_gpus(4).gpus, spec=dataclasses.replace(SPEC, nproc_per_node=1, gpus="all"))
+    assert (engine.env["NODE_RUNTIME"], engine.env["NODE_GPUS"]) == ("runc", "void")
+    assert engine.devices == toolkit.service("cdi", ["GPU-0", "GPU-1"])
+    with pytest.raises(EngineError):
+        engine.up(job.plan())
+    given = yaml.safe_load((job.folder / "given").read_text())["services"]
+    assert engine.devices.items() < given["trainer"].items()
 
 
 def test_a_job_on_the_host_network_must_use_the_second_compose_file(job):
