@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 
 from orchestrate.cli.arguments import flags, parse
-from orchestrate.engines.docker import folders
+from orchestrate.engines.docker import folders, mounts
 from orchestrate.errors import UsageError
+from orchestrate.files import mountinfo
 from orchestrate.files.paths import JobPaths
 from orchestrate.job.folders import cached_data, data_folders, mounts, with_absolute, without_stores
 from orchestrate.job.layers import resolve
+from orchestrate.job.spec import JobSpec
 
 
 def mounted(spec: dict, runs: Path) -> list[dict]:
@@ -65,6 +67,27 @@ def test_what_may_not_be_mounted_must_be_refused(tmp_path, monkeypatch, spec, er
     with pytest.raises(UsageError) as failure:
         mounted(spec, tmp_path / "runs")
     assert error in str(failure.value)
+
+
+def test_a_folder_that_nodes_must_not_see_or_cannot_read_must_be_refused(tmp_path, monkeypatch):
+    odd, data = tmp_path / "a\udcff", tmp_path / "data"
+    for folder in (odd, data):
+        folder.mkdir()
+    with pytest.raises(UsageError, match="cannot be mounted: its name is not UTF-8"):
+        folders.given_mounts(JobSpec(mounts=(f"{odd}:/x",)), tmp_path / "runs")
+    data.chmod(0o700)
+    if not os.geteuid():
+        with pytest.raises(UsageError, match=rf"nodes run as user \d+, who cannot read {data}"):
+            folders.given_mounts(JobSpec(mounts=(f"{data}:/x",)), tmp_path / "runs")
+    for name in ("one", "two"):
+        os.mkfifo(data / name)
+    monkeypatch.setattr(mounts, "MAX_MASKS", 1)
+    with pytest.raises(UsageError, match=f"{data} has more than 1 sockets and pipes"):
+        mounted({"mounts": f"{data}:/x"}, tmp_path / "runs")
+    (tmp_path / "mountinfo").write_text(f"1 2 0:3 / {data}/deep/proc rw - proc proc rw")
+    monkeypatch.setattr(mountinfo, "FILE", tmp_path / "mountinfo")
+    with pytest.raises(UsageError, match=f"{data} cannot be mounted: a kernel file system is mounted in it"):
+        mounted({"mounts": f"{data}:/x"}, tmp_path / "runs")
 
 
 def test_files_that_an_earlier_job_wrote_must_be_mountable(tmp_path, monkeypatch):

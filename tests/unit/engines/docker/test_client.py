@@ -263,6 +263,20 @@ def test_engine_errors_in_the_output_of_compose_must_be_recognized(daemon, comma
     assert type(error.value) is kind and hint in error.value.hint
 
 
+@pytest.mark.parametrize(
+    "why",
+    [
+        "Bind for 127.0.0.1:6006 failed: port is already allocated",
+        "listen tcp4 0.0.0.0:6006: bind: address already in use",
+    ],
+)
+def test_a_port_that_is_in_use_must_be_named_in_the_error_with_another_one_to_try(daemon, command, why):
+    command(f"echo 'Error response from daemon: {why}'; exit 1")
+    with pytest.raises(EngineError, match="^port 6006 of this machine is in use$") as error:
+        daemon.compose("up", capture=True)
+    assert error.value.hint.endswith("--set ports=6007:THERE")
+
+
 def test_compose_must_get_time_to_finish_when_the_job_is_stopped(daemon, command, tmp_path, monkeypatch):
     command(f"sleep 0.5; touch {tmp_path}/made")
     daemon.compose("up", capture=True, stopped=lambda: True)

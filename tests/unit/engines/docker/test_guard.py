@@ -1,5 +1,6 @@
 """Requests to an engine for the packet filter of nodes, and what happens if it refuses them."""
 
+import dataclasses
 from collections.abc import Iterator
 from concurrent.futures import wait
 
@@ -56,6 +57,7 @@ def test_a_helper_must_have_one_capability_and_no_files_of_this_machine(job):
     assert host["LogConfig"] == {"Type": "json-file", "Config": {"max-size": "1m"}}
     assert not host.get("Binds") and not host.get("Mounts") and not host.get("Privileged") and not body.get("Volumes")
     assert body["Entrypoint"][:4] == ["python", "-I", "-S", "-c"] and body["User"] == "0:0"
+    assert body["Env"] == ["NVIDIA_VISIBLE_DEVICES=void"]
     assert body["Labels"] == labels.only({"orchestrate.guard": "j", "orchestrate.run": str(job.run)})
     assert job.answers.query_of(CREATE)[0]["name"].startswith("j-guard-")
     assert "169.254.0.0/255.255.0.0" in body["Entrypoint"]
@@ -85,6 +87,37 @@ def test_a_worker_must_start_only_behind_the_packet_filter_unless_its_setup_fail
     job.answers.containers[0]["NetworkSettings"]["Networks"]["j_job"] = {"EndpointID": "third"}
     engine.nodes = engine._list_nodes()  # it was started again since
     assert engine.request(worker, ("x.py",)).filtered is True
+
+
+def test_this_machine_must_reach_only_the_ports_of_the_master_that_a_job_publishes(job):
+    protected(job, dataclasses.replace(SPEC, ports=("16006:6006",)))
+    bodies = [body for request, _, body in job.answers.asked if request == CREATE]
+    opened = {
+        body["HostConfig"]["NetworkMode"].rstrip("0"): [word for word in body["Entrypoint"] if word.startswith("tcp:")]
+        for body in bodies
+    }
+    assert opened == {"container:j-master-": ["tcp:6006"], "container:j-trainer-1-": []}
+
+
+def test_a_node_that_has_restarted_must_get_its_filter_before_workers_start(job):
+    engine = protected(job)
+    engine.connect = lambda node: None
+    job.answers.containers[1]["NetworkSettings"]["Networks"]["j_job"] = {"EndpointID": "second"}
+    engine.start(job.plan(SPEC))
+    assert len(helped(job)) == len(job.answers.requests("DELETE")) == 3
+
+
+def test_nodes_of_a_cluster_must_be_filtered_when_up_returns(job):
+    job.answers.refusals[CREATE] = REFUSALS[CREATE]
+    for name in ("master", "trainer-1"):
+        job.answers.container(name, "c")
+    engine = job.session(SPEC, cluster="c")
+    engine.up(job.plan(SPEC, cluster="c"))
+    assert len(job.warnings()) == 1
+    job.answers.asked.clear()
+    engine.down(0)
+    with pytest.raises(RuntimeError, match="after shutdown"):  # no helper starts while nodes are removed
+        engine.guard.pool.submit(print)
 
 
 @pytest.mark.parametrize("options", [{"host_access": True}, {"network": "host"}])

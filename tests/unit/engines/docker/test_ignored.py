@@ -118,6 +118,8 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
     "too large": (lambda path: path.write_text("#" * (MAX_FILE + 1)), "has more than 64 KiB or 1000 patterns"),
     "endless": (lambda path: (path.touch(), os.truncate(path, 1 << 40)), "has more than 64 KiB or 1000 patterns"),
     "too many": (lambda path: path.write_text("a\n" * (MAX_PATTERNS + 1)), "has more than 64 KiB or 1000 patterns"),
+    "not in brackets": (lambda path: path.write_text("[!a]\n"), r"has an unsupported pattern: \[! in '\[!a\]'"),
+    "escaped": (lambda path: path.write_text("[\\\\]]\n"), "has an unsupported pattern: a backslash within brackets"),
     "two stars": (lambda path: path.write_text("a**b\n"), r"has an unsupported pattern: \*\* within 'a\*\*b'"),
 }
 

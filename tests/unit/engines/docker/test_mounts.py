@@ -79,6 +79,8 @@ def test_only_existing_paths_must_be_hidden_but_run_directories_always(code):
     (code / "src" / "jobs").mkdir()
     assert hidden(code, runs="src/jobs") == {".git/", "runs/", "src/jobs/"}
     assert hidden(code, runs="../elsewhere") == {".git/", "runs/"}
+    assert hidden(code, "src\nsrc2\n", runs="src/jobs") == {".git/", "runs/", "src/"}  # which hides the runs, too
+    (code / ".dockerignore").unlink()
     (code / ".git" / "config").unlink()
     (code / ".git").rmdir()
     (code / ".git").write_text("gitdir: ../main/.git/worktrees/code")

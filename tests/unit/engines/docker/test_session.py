@@ -178,6 +178,7 @@ def test_nodes_must_share_a_socket_folder_and_see_the_code_folder_without_ignore
     hidden_mounts = {mount["target"]: (mount["type"], mount["read_only"]) for mount in hidden}
     empty = dict.fromkeys((f"/workspace/{name}" for name in (".git", "data", "runs")), ("tmpfs", True))
     assert hidden_mounts == empty | {"/workspace/key.env": ("bind", True)}
+    assert {*job.engine().hidden(job.plan(code=str(code)), job.run)} == {".git", "data", "runs", "key.env"}
     assert sockets == {**bound, "source": str(job.sockets), "target": "/run/orchestrate"}
     assert stat.S_IMODE(job.sockets.stat().st_mode) == 0o700
     assert job.sockets.stat().st_uid == job.run.stat().st_uid  # nodes of root run as another user

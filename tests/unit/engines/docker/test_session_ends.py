@@ -14,7 +14,7 @@ from support.messages import encoded
 from support.scripted import Clock
 from support.waiting import eventually
 
-from orchestrate.engines.base import JobState
+from orchestrate.engines.base import JobState, Stop
 from orchestrate.engines.docker import session as docker_module
 from orchestrate.errors import EngineError, EngineLost
 from orchestrate.files.paths import JobPaths
@@ -47,6 +47,7 @@ def test_containers_must_be_listed_periodically_while_workers_run(job):
     cut_off["NetworkSettings"]["Networks"] = {}
     assert engine.wait(0).exits == [] and lists(job) == 1
     assert engine.troubles == {"trainer-1": "paused", "trainer-2": "partition"}
+    assert engine.wait(0).starting == {0, 1, 2}
     engine.wait(0).troubles.clear()
     assert engine.troubles
     clock.now += 4
@@ -218,6 +219,15 @@ def test_the_loss_of_all_nodes_must_be_distinguished_from_an_engine_shutdown(job
     job.answers.on_request = lambda request: request in ("GET /_ping", "HEAD /_ping") and 1 / 0
     with pytest.raises(EngineLost, match="does not respond"):
         engine.explain(WorkerExit(0, 137), "master")
+
+
+@pytest.mark.parametrize("how", Stop)
+def test_paused_nodes_must_continue_so_that_their_workers_can_end_except_for_a_dump(job, how):
+    engine = job.settled("master", "trainer-1", "trainer-2")
+    engine.troubles = {"trainer-1": "paused", "trainer-2": "partition", "gone": "paused"}
+    engine.stop(how)
+    unpaused = [f"POST /containers/{engine.nodes['trainer-1'].id}/unpause"]
+    assert job.answers.requests() == ([] if how is Stop.DUMP else unpaused)
 
 
 # --- removal
