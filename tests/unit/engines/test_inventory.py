@@ -256,6 +256,23 @@ def test_folders_that_cannot_be_mounted_must_be_refused_before_a_job_starts(answ
     assert inventory(daemon, spec(data=data), tmp_path / "run", False).data == {"a": "/data/a"}
 
 
+def test_a_code_folder_that_cannot_be_mounted_must_be_refused_before_anything_starts(
+    answers, daemon, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    tmp_path.chmod(0o755)
+    answers.images = {"mine:1"}
+    of_job, of_cluster = (tmp_path / "runs" / name for name in ("j/job", "c/nodes"))
+    (tmp_path / "work.py").touch()
+    (tmp_path / ".dockerignore").write_text("work.py\n")
+    with pytest.raises(UsageError, match=r"nodes cannot see the script: work\.py is hidden"):
+        inventory(daemon, spec(), of_job, True)
+    assert inventory(daemon, spec(), of_cluster, True).code == str(tmp_path)  # it runs no command
+    (tmp_path / ".dockerignore").write_text("[!a]\n")
+    with pytest.raises(UsageError, match="has an unsupported pattern"):
+        inventory(daemon, spec(), of_cluster, True)
+
+
 def test_our_own_image_must_be_built_by_compose(answers, daemon, tmp_path, monkeypatch):
     compose(tmp_path, monkeypatch, "")
     assert not image.has_image(daemon, IMAGE) and not (tmp_path / "arguments").exists()

@@ -19,6 +19,14 @@ def wheel(path: Path) -> None:
             file.writestr(name, text)
 
 
+def test_a_cache_that_cannot_be_written_must_be_reported_with_a_hint(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(ResourceError, match=f"cannot create {tmp_path}/file/.*: Not a directory") as error:
+        venv.create(["a"])
+    assert error.value.hint == "set XDG_CACHE_HOME to another folder"
+
+
 def test_packages_that_cannot_be_installed_must_be_installed_by_the_next_job_and_then_used(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("PIP_TARGET", str(tmp_path / "elsewhere"))

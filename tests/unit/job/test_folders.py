@@ -25,15 +25,20 @@ def mounted(spec: dict, runs: Path) -> list[dict]:
     [
         ({"mounts": "/:/x"}, "/ cannot be mounted: it is a system folder"),
         ({"mounts": "/proc/self:/x"}, "cannot be mounted: it is a system folder"),
+        ({"mounts": "/run:/x"}, "/run cannot be mounted: it is a system folder"),
         ({"mounts": "/dev/null:/x"}, "/dev/null cannot be mounted: it is a system folder"),
         ({"mounts": "none:/x"}, "none: No such file or directory"),
         ({"mounts": "data:/"}, "data cannot be mounted at /: that path is in use"),
         ({"mounts": "data:/job/x"}, "data cannot be mounted at /job/x: that path is in use"),
+        ({"mounts": "data:/workspace"}, "data cannot be mounted at /workspace: that path is in use"),
+        ({"mounts": "data:/run/secrets"}, "data cannot be mounted at /run/secrets: that path is in use"),
+        ({"mounts": "data:/tmp/x"}, "data cannot be mounted at /tmp/x: that path is in use"),
         ({"mounts": "data:/opt"}, "data cannot be mounted at /opt: that path is in use"),
         ({"mounts": "data:/x/../etc"}, "data cannot be mounted at /etc: that path is in use"),
         ({"mounts": "data:/usr/lib"}, "data cannot be mounted at /usr/lib: that path is in use"),
         ({"mounts": ["data:/x", "data:/x"]}, "two folders are mounted at /x"),
         ({"mounts": ["data:/x", "data:/x/y"]}, "two folders are mounted at /x and /x/y, one inside the other"),
+        ({"mounts": ["data:/x/y", "data:/x"]}, "two folders are mounted at /x/y and /x, one inside the other"),
         ({"data": {"a": "data"}, "mounts": "data:/data"}, "mounted at /data/a and /data, one inside the other"),
         ({"data": {"a": "data"}, "mounts": "data:/data/a"}, "two folders are mounted at /data/a"),
         ({"mounts": "runs:/x"}, "runs cannot be mounted: it has files of jobs, which may contain secrets"),
@@ -106,6 +111,7 @@ def test_sockets_and_pipes_in_a_mounted_folder_must_be_hidden(tmp_path, monkeypa
         door.bind("data/door")
         hidden = [mount["target"] for mount in mounted({"mounts": "data:/x"}, tmp_path / "runs")[1:]]
     assert hidden == ["/x/door", "/x/deep/pipe"]
+    assert mounted({"mounts": "data:/x:rw"}, tmp_path / "runs")[0]["read_only"] is False
 
 
 def test_the_file_of_services_must_be_found_from_any_folder(tmp_path, monkeypatch):

@@ -117,6 +117,12 @@ def test_nodes_must_not_run_as_root_unless_requested(daemon, user):
     assert "--runs DIR" in error.value.hint and "--set user=root" in error.value.hint
 
 
+def test_a_link_in_place_of_the_folder_of_nodes_must_be_refused(daemon, tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path)
+    with pytest.raises(EngineError, match="link is not a folder"):
+        daemon.user(tmp_path / "link", JobSpec())
+
+
 @pytest.mark.parametrize("user", ["root", "0", "0:0", "0:5"])
 def test_nodes_must_run_as_root_if_requested(daemon, user):
     assert daemon.user(Path("/"), JobSpec(user=user)) == "0:0"
@@ -163,7 +169,12 @@ def test_each_container_must_be_handled_even_if_some_have_already_ended(answers,
 def test_a_container_must_have_started_recently_only_while_it_runs(answers, daemon, state, ago, started_recently):
     answers.container("master", state=state)
     answers.started = time.strftime("%Y-%m-%dT%H:%M:%S.123456789Z", time.gmtime(time.time() - ago))
-    assert daemon.started_recently(daemon.containers("orchestrate.job")[0], 3600) is started_recently
+    for zone in ("UTC-9", "UTC+9", "UTC"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("TZ", zone)
+            time.tzset()
+            assert daemon.started_recently(daemon.containers("orchestrate.job")[0], 3600) is started_recently
+    time.tzset()
 
 
 def test_a_command_in_a_container_must_be_reachable_over_its_stdin_and_stdout(answers, daemon):

@@ -78,7 +78,8 @@ def test_a_node_must_get_a_helper_each_time_it_starts_and_only_then(job):
 def test_a_worker_must_start_only_behind_the_packet_filter_unless_its_setup_failed(job):
     engine = protected(job)
     worker = job.plan().workers[0]
-    assert engine.request(worker, ("x.py",)).filtered is True
+    request = engine.request(worker, ("x.py",))
+    assert request.filtered is True and request.folders == {"/job": job.run.stat().st_ino}
     job.answers.refusals[CREATE] = 500, "no room"
     job.answers.containers[0]["NetworkSettings"]["Networks"]["j_job"] = {"EndpointID": "second"}
     again(engine)
@@ -199,6 +200,8 @@ def test_helpers_left_by_a_dead_orchestrator_must_be_found_and_removed(job):
     left["Labels"] = {"orchestrate.guard": "j", "orchestrate.run": "/runs/j"}
     job.answers.container("other")["Labels"] = {"orchestrate.guard": "other"}
     job.answers.container("strange")["Labels"] = {"orchestrate.guard": "j"}  # without our other labels
+    like = job.answers.container("like")
+    like |= {"Names": ["/j-guardian"], "Labels": {"orchestrate.guard": "j"}}
     engine = job.engine()
     assert engine.resources("j") == ["container j-guard-1a2b3c4d"]
     assert engine.jobs() == []  # it is no node

@@ -84,6 +84,11 @@ def test_a_container_with_a_nodes_labels_but_another_name_must_be_ignored(job, n
     assert_only_master_counts(engine, job)
 
 
+def test_a_helper_must_inherit_none_of_our_labels_from_its_image():
+    others = [f"orchestrate.{name}" for name in ("job", "owner", "role", "guard", "relay", "services")]
+    assert labels.only({"orchestrate.run": "/r"}) == {**dict.fromkeys(others, ""), "orchestrate.run": "/r"}
+
+
 def test_a_container_without_labels_must_not_be_a_node(job):
     engine = job.settled("master")
     node = engine.nodes["master"]

@@ -48,7 +48,7 @@ def hidden(code: Path, ignore: str = "", runs: str = "runs") -> set[str]:
     found = masks(code, (code / runs).resolve(), "/workspace")
     for mount in found:
         assert mount["read_only"] and mount["target"].startswith("/workspace/")
-        assert mount["type"] == "tmpfs" or mount["source"] == os.devnull
+        assert mount.get("tmpfs") == {"size": 4096, "mode": 0o555} or mount["source"] == os.devnull
     names = {mount["target"].removeprefix("/workspace/"): "/" * (mount["type"] == "tmpfs") for mount in found}
     return {name + slash for name, slash in names.items()}
 
@@ -243,6 +243,7 @@ def test_a_script_next_to_hidden_files_must_be_accepted(code):
     (code / ".dockerignore").write_text("data\ntrain\n")
     (code / "train").mkdir()
     assert masks(code, code / "runs", "/workspace", ("train.py",))
+    assert masks(code, code / "runs", "/workspace", ("train.py", "data/small"))  # an argument is no script
     assert masks(code, code / "runs", "/workspace", ("-m", "app.train"))  # a module may be installed
     (code / ".dockerignore").write_text("*\n!src/train.py\n")
     assert masks(code, code / "runs", "/workspace", ("-m", "src.train"))

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 from support.answers import SPEC, Framed, Job
-from support.ends import End, listening
+from support.ends import KEY, End, listening
 from support.messages import encoded
 from support.plans import with_gpus
 from support.scripted import Clock
@@ -103,7 +103,7 @@ def test_a_container_that_cannot_be_started_must_be_recreated_by_compose(job):
     job.answers.refusals[request(stopped, "start")] = 500, "no such runtime"
     with pytest.raises(EngineError, match="did not start 1 of 2 nodes"):
         job.session().up(job.plan())
-    assert job.words()
+    assert job.words() and job.answers.query_of(f"DELETE /containers/{stopped['Id']}")[0]["v"] == "True"
 
 
 def test_an_engine_that_is_lost_while_nodes_are_brought_back_must_be_reported(job):
@@ -140,6 +140,9 @@ def test_compose_must_get_the_settings_of_the_job(job):
             "JOB_ID": "j",
             "JOB_OWNER": str(os.getuid()),
             "NODE_MODE": "agent",
+            "NODE_KEY": KEY.hex(),
+            "NODE_KEEP": "",
+            "NODE_FILTERED": "1",
             "NODE_IMAGE": "mine:1",
             "NODE_CODE": "/code",
             "NODE_JOB_DIR": str(job.run),
@@ -156,11 +159,15 @@ def test_compose_must_get_the_settings_of_the_job(job):
             "NODE_SOCKETS": "/run/orchestrate",
         }.items()
     )
-    unlimited = job.settled()
+    job.answers.images, job.answers.volumes = {"built:1"}, ["/data"]
+    unlimited = job.settled(image="built:1", python="/venv/bin/python", keep=90.0)
+    changed = {"NODE_IMAGE": "built:1", "NODE_PYTHON": "/venv/bin/python", "NODE_KEEP": "90.0", "NODE_FILTERED": ""}
+    assert unlimited.env.items() >= changed.items()
     assert (unlimited.env["NODE_MEMORY"], unlimited.env["NODE_CPUS"]) == ("0", "0")
     with pytest.raises(EngineError):
         unlimited.up(job.plan())
     assert job.env().items() >= unlimited.env.items()
+    assert job.env()["NODE_WIPE"] == "/tmp /dev/shm /dev/mqueue /run/secrets /data"
 
 
 def test_nodes_must_share_a_socket_folder_and_see_the_code_folder_without_ignored_files(job):

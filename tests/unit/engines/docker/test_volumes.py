@@ -12,6 +12,7 @@ def test_volumes_of_an_image_that_our_mounts_replace_must_be_left_out(answers, d
     answers.images = {"mine:1"}
     assert volumes.volumes(daemon, "mine:1") == []
     answers.volumes = ["/workspace", "/run/orchestrate", "/opt/orchestrate/", "/job", "/tmp", "/var/lib/data", "/data/"]
+    answers.volumes.append("/run/secrets")
     assert volumes.volumes(daemon, "mine:1") == ["/data", "/var/lib/data"]
 
 
