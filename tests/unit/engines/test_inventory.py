@@ -25,7 +25,7 @@ IN_USE = (
 )
 OF_CONTAINERS = {
     **{"dockerfile": ".", "image": "x", "user": "7", "memory": "1g", "cpus": 1.0, "shm_size": "2g"},
-    **{"isolated": True, "ports": ("6006:80",), "services": "x", "encrypt": True, "constraints": ["x"]},
+    **{"isolated": True, "ports": ["6006:80"], "services": "x", "encrypt": True, "constraints": ["x"]},
 }
 NVIDIA = {"runc": {}, "nvidia": {}}
 PYTHON, GPU_PROBLEM = probe.python, probe.gpu_problem  # the originals, which tests replace
@@ -134,6 +134,9 @@ def test_a_plan_must_run_only_the_projects_own_image_and_report_a_skipped_check(
 ):
     monkeypatch.setattr(probe, "python", PYTHON)
     monkeypatch.setattr(probe, "gpu_problem", GPU_PROBLEM)
+    monkeypatch.chdir(tmp_path)
+    tmp_path.chmod(0o755)
+    (tmp_path / "work.py").write_text("import torch\n")
     answers.images, answers.output, daemon.info["Runtimes"] = images, LISTING, NVIDIA
     found = inventory(daemon, spec(), tmp_path / "run", False)
     if used:
@@ -251,7 +254,7 @@ def test_nodes_must_get_the_image_that_a_dockerfile_builds_now(answers, daemon, 
 def test_folders_that_cannot_be_mounted_must_be_refused_before_a_job_starts(answers, daemon, tmp_path):
     answers.images = {"mine:1"}
     with pytest.raises(UsageError, match="it is a system folder"):
-        inventory(daemon, spec(mounts=("/dev:/x",)), tmp_path / "run", False)
+        inventory(daemon, spec(mounts=["/dev:/x"]), tmp_path / "run", False)
     data = {"a": "s3://bucket/a"}  # is fetched only for a job that runs
     assert inventory(daemon, spec(data=data), tmp_path / "run", False).data == {"a": "/data/a"}
 

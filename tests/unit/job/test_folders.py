@@ -79,11 +79,11 @@ def test_a_folder_that_nodes_must_not_see_or_cannot_read_must_be_refused(tmp_pat
     for folder in (odd, data):
         folder.mkdir()
     with pytest.raises(UsageError, match="cannot be mounted: its name is not UTF-8"):
-        folders.given_mounts(JobSpec(mounts=(f"{odd}:/x",)), tmp_path / "runs")
+        folders.given_mounts(JobSpec(mounts=[f"{odd}:/x"]), tmp_path / "runs")
     data.chmod(0o700)
     if not os.geteuid():
         with pytest.raises(UsageError, match=rf"nodes run as user \d+, who cannot read {data}"):
-            folders.given_mounts(JobSpec(mounts=(f"{data}:/x",)), tmp_path / "runs")
+            folders.given_mounts(JobSpec(mounts=[f"{data}:/x"]), tmp_path / "runs")
     for name in ("one", "two"):
         os.mkfifo(data / name)
     monkeypatch.setattr(mounts, "MAX_MASKS", 1)

@@ -7,7 +7,7 @@ from orchestrate.job.spec import JobSpec
 
 
 def test_settings_of_a_job_must_reach_all_its_nodes_as_written_and_its_ports_only_the_master():
-    spec = JobSpec(labels={"team": "a$b"}, ports=("6006:80",), isolated=True)
+    spec = JobSpec(labels={"team": "a$b"}, ports=["6006:80"], isolated=True)
     mount = {"type": "bind", "source": "/a$b", "target": "/c$d", "read_only": True}
     found = yaml.safe_load(document(spec, [mount], {"deploy": {"x": 1}}))
     assert found["networks"] == {"job": {"internal": True}}

@@ -91,7 +91,7 @@ def test_a_worker_must_start_only_behind_the_packet_filter_unless_its_setup_fail
 
 
 def test_this_machine_must_reach_only_the_ports_of_the_master_that_a_job_publishes(job):
-    protected(job, dataclasses.replace(SPEC, ports=("16006:6006",)))
+    protected(job, dataclasses.replace(SPEC, ports=["16006:6006"]))
     bodies = [body for request, _, body in job.answers.asked if request == CREATE]
     opened = {
         body["HostConfig"]["NetworkMode"].rstrip("0"): [word for word in body["Entrypoint"] if word.startswith("tcp:")]
