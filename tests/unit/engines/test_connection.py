@@ -275,6 +275,19 @@ def test_requests_must_not_be_sent_to_a_listener_without_the_key():
         assert there.recv(1000).count(b"\n") == 2
 
 
+def test_a_proof_must_not_be_any_other_line_that_is_signed_with_the_key():
+    with unauthenticated() as (link, there):
+        node = Signer(KEY, listens=True)
+        answers: list[bool] = []
+        greets = threading.Thread(target=lambda: answers.append(link.greet(10)))
+        there.sendall(node.nonce + b"\n")
+        greets.start()
+        node.meet(there.recv(1000).split(b"\n")[0])
+        there.sendall(node.sign(encoded("status").rstrip()) + b"\n")
+        greets.join()
+        assert answers == [False]
+
+
 def test_close_must_reach_the_node_even_if_another_process_holds_the_socket():
     with unauthenticated() as (link, there), link.sock.dup():
         link.close()

@@ -152,6 +152,13 @@ def test_sockets_and_pipes_of_this_machine_must_be_hidden_from_nodes(code, tmp_p
         mounts_module.node_mounts(run, code)
 
 
+def test_only_a_limited_number_of_files_must_be_checked_for_pipes(code, monkeypatch):
+    for number in range(40):
+        os.mkfifo(code / ("src" if number % 2 else "data") / f"pipe-{number}")
+    monkeypatch.setattr(mounts_module, "MAX_ENTRIES", 30)
+    assert 0 < len([*mounts_module.special_files(code, ())]) < 30
+
+
 @pytest.mark.skipif(os.getuid() != 0, reason="must be root to mount a folder")
 def test_a_hidden_folder_must_be_hidden_at_each_of_its_paths(code, tmp_path, monkeypatch):
     source = tmp_path / "home"

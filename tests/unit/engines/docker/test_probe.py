@@ -1,6 +1,7 @@
 """Which images are probed, and what is cached; with simulated probes."""
 
 import sys
+from importlib import metadata
 from typing import cast
 
 import pytest
@@ -81,6 +82,12 @@ def test_local_processes_must_not_get_gpus_that_their_torch_cannot_use(monkeypat
     (tmp_path / "uses.py").write_text("print('no torch')\n")
     found = Site(*ProcessEngine().inventory(JobSpec(command=("uses.py",)), tmp_path / "run", True))
     assert found.gpus == ("GPU-1",)
+
+
+def test_a_torch_that_worked_with_these_gpus_must_not_be_tested_again():
+    gpus = [Gpu(id=f"GPU-{number}", index=number, driver="1") for number in (1, 2)]
+    check_cache.store(check_cache.cuda_key([sys.executable, metadata.version("torch")], gpus), "works")
+    assert check_cache.gpu_problem(gpus[::-1]) == ""  # which a test would find
 
 
 def test_only_a_torch_that_works_or_is_missing_must_be_cached():
