@@ -30,7 +30,7 @@ def test_a_worker_must_get_the_environment_of_the_caller_without_secrets_that_ar
     assert (request.command, request.inherit, request.cwd) == (["x.py"], False, planned.placement.cwd or str(tmp_path))
     assert (request.env["WANDB_KEY"], request.env["RANK"]) == ("of the caller", "0")
     assert request.env["PYTHONUNBUFFERED"] == "0" and "HF_TOKEN" not in request.env
-    assert request.env["PATH"] == os.environ["PATH"] if not pip else f"{os.path.dirname(python)}:{os.environ['PATH']}"
+    assert request.env["PATH"] == (f"{os.path.dirname(python)}:" if pip else "") + os.environ["PATH"]
 
 
 def test_the_memory_of_a_job_must_be_that_of_its_listening_nodes_in_bytes(tmp_path):
