@@ -10,10 +10,10 @@ import contextlib
 import json
 import os
 import re
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from orchestrate.clock import SYSTEM, Clock
 from orchestrate.files.folder import regular
 from orchestrate.files.lines import last
 from orchestrate.job.recorder import objects
@@ -25,12 +25,12 @@ MAX_TIME = 1e11  # seconds since 1970
 MAX_READ = 64 << 20  # last bytes of the file that are read
 
 
-class Clock:
+class TimesWriter:
     """Notes how much of each log has been read, and when."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, clock: Clock = SYSTEM) -> None:
         """Continue the file, which need not exist."""
-        self.path, self.noted, self.last = path, dict[int, int](), 0.0
+        self.path, self.clock, self.noted, self.last = path, clock, dict[int, int](), 0.0
         with contextlib.suppress(OSError):
             self.size = os.stat(path).st_size
             return
@@ -40,13 +40,13 @@ class Clock:
         """Note the logs that have grown, if the last note is long enough ago, or at the `end`; raises OSError."""
         grown = {rank: offset for rank, offset in offsets.items() if offset != self.noted.get(rank, 0)}
         interval = next((seconds for size, seconds in INTERVALS if self.size < size), 0.0)
-        if not grown or not interval or (time.monotonic() < self.last + interval and not end):
+        if not grown or not interval or (self.clock.monotonic() < self.last + interval and not end):
             return
-        line = json.dumps({"time": round(time.time(), 2), "read": grown}).encode() + b"\n"
+        line = json.dumps({"time": round(self.clock.time(), 2), "read": grown}).encode() + b"\n"
         with open(self.path, "ab", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
             file.write(line)
         self.noted |= grown
-        self.size, self.last = self.size + len(line), time.monotonic()
+        self.size, self.last = self.size + len(line), self.clock.monotonic()
 
 
 class Times:

@@ -27,7 +27,7 @@ from orchestrate.job.plan import Plan
 from orchestrate.job.recorder import Recorder
 from orchestrate.job.redact import Mask
 from orchestrate.job.spec import JobSpec
-from orchestrate.job.times import Clock
+from orchestrate.job.times import TimesWriter
 from orchestrate.node.command import of_python
 from orchestrate.supervise.board import Board
 from orchestrate.supervise.job_files import JobFiles
@@ -131,7 +131,7 @@ def supervise(
         follower, files = follower or rest(paths, spec, plan, None), JobFiles(paths, hide)
         board, reader = stack.enter_context(Board(paths, hide)), Reader(spec.metrics)
         refresh = listen(follower, reader, shown.screen, files.heard, board.heard)
-        output = Output(follower, plan, shown, Clock(paths.times), refresh)
+        output = Output(follower, plan, shown, TimesWriter(paths.times), refresh)
         notifier, failure = Notifier(spec.on_event, plan.job_id, str(paths.root)), None
         with output.following():
 

@@ -17,7 +17,7 @@ from orchestrate.job.events import Event, WorkersStarted
 from orchestrate.job.logs import Follower
 from orchestrate.job.outcomes import Activity
 from orchestrate.job.plan import Plan
-from orchestrate.job.times import Clock
+from orchestrate.job.times import TimesWriter
 from orchestrate.supervise.running import Watch
 from orchestrate.view.printer import Printer, Style
 from orchestrate.view.progress import Progress, Reader, parse
@@ -103,9 +103,11 @@ class Usage(Watch):
 class Output:
     """Shows the output of workers, and the supervisor's messages between the lines before and after them."""
 
-    def __init__(self, follower: Follower, plan: Plan, shown: Shown, clock: Clock, refresh: Callable[[], None]) -> None:
+    def __init__(
+        self, follower: Follower, plan: Plan, shown: Shown, times: TimesWriter, refresh: Callable[[], None]
+    ) -> None:
         """`refresh` is called after each read."""
-        self.follower, self.shown, self.clock, self.refresh = follower, shown, clock, refresh
+        self.follower, self.shown, self.times, self.refresh = follower, shown, times, refresh
         self.printing = Printing(follower, plan, shown.style)
         self.queued: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self.wake, self.done = threading.Event(), threading.Event()
@@ -188,6 +190,6 @@ class Output:
 
     def _note(self, end: bool) -> None:
         try:
-            self.clock.note(self.follower.offsets(), end)
+            self.times.note(self.follower.offsets(), end)
         except OSError as error:
             log.debug("no times of lines: %s", error)

@@ -11,7 +11,8 @@ from orchestrate.engines.docker import folders, mounts
 from orchestrate.errors import UsageError
 from orchestrate.files import mountinfo
 from orchestrate.files.paths import JobPaths
-from orchestrate.job.folders import cached_data, data_folders, mounts, with_absolute, without_stores
+from orchestrate.job import folders as job_folders
+from orchestrate.job.folders import cached_data, data_folders, with_absolute, without_stores
 from orchestrate.job.layers import resolve
 from orchestrate.job.spec import JobSpec
 
@@ -133,7 +134,7 @@ def test_paths_must_mean_the_same_in_any_folder_and_urls_must_stay(tmp_path, mon
     assert (spec.source, spec.dockerfile) == (f"{tmp_path}/code", f"{tmp_path}/image")
     assert spec.secrets == {"A": f"{tmp_path}/a", "B": "env"}
     cache = str(cached_data("s3://bucket/c/"))
-    assert [(mount.source, mount.target, mount.writable) for mount in mounts(spec)] == [
+    assert [(mount.source, mount.target, mount.writable) for mount in job_folders.mounts(spec)] == [
         (f"{tmp_path}/a b", "/data/one", False),
         (f"{tmp_path}/a b", "/data/two", False),
         (cache, "/data/three", False),

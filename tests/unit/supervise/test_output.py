@@ -16,7 +16,7 @@ from orchestrate.files.paths import JobPaths
 from orchestrate.job import store
 from orchestrate.job.outcomes import WorkerExit
 from orchestrate.job.spec import JobSpec
-from orchestrate.job.times import Clock, Times
+from orchestrate.job.times import Times, TimesWriter
 from orchestrate.supervise import launch, output
 from orchestrate.supervise.output import Output
 from orchestrate.view.printer import Style
@@ -143,7 +143,7 @@ def test_worker_output_must_be_shown_before_a_later_message_of_ours(paths):
         release.set()
 
     follower, plan = launch.rest(paths, *store.load(paths)), store.load(paths)[1]
-    out = Output(follower, plan, Shown(show), Clock(paths.times), lambda: None)
+    out = Output(follower, plan, Shown(show), TimesWriter(paths.times), lambda: None)
     with out.following():
         paths.log(0).write_text("of a worker\n")
         out.in_turn(lambda: show("ours"))
@@ -158,7 +158,7 @@ def test_the_times_and_colors_of_all_lines_must_be_kept(paths):
     (_, plan), shown = store.load(paths), []
     follower = launch.rest(paths, *store.load(paths))
     style = Style(colors=True)
-    out = Output(follower, plan, Shown(shown.append, style=style), Clock(paths.times), lambda: None)
+    out = Output(follower, plan, Shown(shown.append, style=style), TimesWriter(paths.times), lambda: None)
     with out.following():
         paths.log(0).write_text("\x1b[31mred\x1b[0m\n")
         eventually(paths.times.exists)

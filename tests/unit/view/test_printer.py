@@ -12,7 +12,7 @@ from support.plans import HERE, plan
 from orchestrate import console
 from orchestrate.job.logs import Follower, Line
 from orchestrate.job.spec import JobSpec
-from orchestrate.job.times import INTERVALS, Clock, Times
+from orchestrate.job.times import INTERVALS, Times, TimesWriter
 from orchestrate.view.printer import Printer, Style, brief, merged
 
 
@@ -96,16 +96,15 @@ class Now:
     monotonic = time
 
 
-def test_times_of_lines_must_be_those_at_which_they_were_read(tmp_path, monkeypatch):
+def test_times_of_lines_must_be_those_at_which_they_were_read(tmp_path):
     clock, path = Now(), tmp_path / "times.jsonl"
-    monkeypatch.setattr("orchestrate.job.times.time", clock)
-    noting = Clock(path)
+    noting = TimesWriter(path, clock)
     for seconds, offsets in [(0, {0: 10}), (0.1, {0: 20}), (9, {0: 30, 1: 5}), (20, {0: 30, 1: 5}), (30, {1: 9})]:
         clock.now = 1000.0 + seconds
         noting.note(offsets)
     assert path.read_text().count("\n") == 3  # not the second, too soon; not the fourth, nothing new
     clock.now = 2000.0
-    Clock(path).note({0: 50, 1: 9})  # another supervisor
+    TimesWriter(path, clock).note({0: 50, 1: 9})  # another supervisor
     times = Times(path)
     assert [times.at(0, offset) for offset in (0, 9, 10, 29, 30, 49, 50)] == [
         *(1000.0, 1000.0, 1009.0, 1009.0, 2000.0, 2000.0, None),
@@ -118,10 +117,9 @@ def test_times_of_lines_must_be_those_at_which_they_were_read(tmp_path, monkeypa
     assert Times(path).notes == {}
 
 
-def test_the_file_of_times_must_not_grow_without_limit(tmp_path, monkeypatch):
+def test_the_file_of_times_must_not_grow_without_limit(tmp_path):
     clock, path = Now(), tmp_path / "times.jsonl"
-    monkeypatch.setattr("orchestrate.job.times.time", clock)
-    noting = Clock(path)
+    noting = TimesWriter(path, clock)
     noting.size = INTERVALS[-1][0]
     noting.note({0: 1})
     assert not path.exists()
