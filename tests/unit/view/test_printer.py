@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.plans import HERE, plan
+from support.scripted import Clock
 
 from orchestrate import console
 from orchestrate.job.logs import Follower, Line
@@ -85,19 +86,8 @@ def test_only_colors_may_reach_a_terminal():
     assert console.clean(text) == "red gone  pink" and console.clean("plain", colors=True) == "plain"
 
 
-class Now:
-    """A clock of both kinds."""
-
-    now = 1000.0
-
-    def time(self) -> float:
-        return self.now
-
-    monotonic = time
-
-
 def test_times_of_lines_must_be_those_at_which_they_were_read(tmp_path):
-    clock, path = Now(), tmp_path / "times.jsonl"
+    clock, path = Clock(), tmp_path / "times.jsonl"
     noting = TimesWriter(path, clock)
     for seconds, offsets in [(0, {0: 10}), (0.1, {0: 20}), (9, {0: 30, 1: 5}), (20, {0: 30, 1: 5}), (30, {1: 9})]:
         clock.now = 1000.0 + seconds
@@ -118,7 +108,7 @@ def test_times_of_lines_must_be_those_at_which_they_were_read(tmp_path):
 
 
 def test_the_file_of_times_must_not_grow_without_limit(tmp_path):
-    clock, path = Now(), tmp_path / "times.jsonl"
+    clock, path = Clock(), tmp_path / "times.jsonl"
     noting = TimesWriter(path, clock)
     noting.size = INTERVALS[-1][0]
     noting.note({0: 1})
