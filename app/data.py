@@ -97,7 +97,7 @@ def colours(count: int, seed: int) -> tuple[Tensor, Tensor]:
     return (paper + (pen - paper) * ink).to(torch.uint8), labels
 
 
-def _drawn(draw_set: Any, folder: Path, name: str) -> list[Tensor]:
+def load_or_draw(draw_set: Any, folder: Path, name: str) -> list[Tensor]:
     """The four tensors of a generated set; cached in `folder` if it is writable."""
     path = folder / f"{name}-{VERSION}.pt"
     if path.exists():
@@ -131,7 +131,7 @@ def _files(name: str, folder: Path, download: bool) -> list[Tensor]:
 def load(name: str, folder: Path, download: bool) -> list[Tensor]:
     """Training images, labels, test images, labels: (N, C, H, W) uint8 and (N,) int64."""
     drawn = {"digits": digits, "colours": colours}
-    images = _drawn(drawn[name], folder, name) if name in drawn else _files(name, folder, download)
+    images = load_or_draw(drawn[name], folder, name) if name in drawn else _files(name, folder, download)
     for i in (0, 2):
         if images[i].dim() == 3:
             images[i] = images[i].unsqueeze(1)  # grayscale

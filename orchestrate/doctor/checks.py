@@ -70,7 +70,7 @@ def doctor(spec: JobSpec) -> Iterator[Finding]:
     except OrchestrateError as error:
         yield Finding(WARNING, str(error), error.hint)
         return
-    yield from _swarm(engine, spec)
+    yield from check_swarm(engine, spec)
 
 
 def _gpus(info: dict[str, Any]) -> Iterator[Finding]:
@@ -85,7 +85,8 @@ def _gpus(info: dict[str, Any]) -> Iterator[Finding]:
     yield from gpus(found)
 
 
-def _swarm(engine: SwarmEngine, spec: JobSpec) -> Iterator[Finding]:
+def check_swarm(engine: SwarmEngine, spec: JobSpec) -> Iterator[Finding]:
+    """Report the hosts of a Swarm."""
     hosts = sorted(engine.manager.hosts().values(), key=lambda host: str(host["Description"]["Hostname"]))
     versions = {str(host["Description"]["Engine"]["EngineVersion"]) for host in hosts}
     if len(versions) > 1:
@@ -93,14 +94,14 @@ def _swarm(engine: SwarmEngine, spec: JobSpec) -> Iterator[Finding]:
             WARNING, f"engine versions differ between hosts: {', '.join(sorted(versions))}", "update the older ones"
         )
     for host in hosts:
-        yield from _host(host)
+        yield from check_host(host)
     try:
-        yield from _probe(engine, spec, {str(host["Description"]["Hostname"]) for host in hosts if ready(host)})
+        yield from check_overlay(engine, spec, {str(host["Description"]["Hostname"]) for host in hosts if ready(host)})
     except OrchestrateError as error:
         yield Finding(BAD, str(error), error.hint)
 
 
-def _host(host: ApiObject) -> Iterator[Finding]:
+def check_host(host: ApiObject) -> Iterator[Finding]:
     """Report a host's state according to the manager, and check its ports."""
     name, address = host["Description"]["Hostname"], host["Status"]["Addr"]
     version = host["Description"]["Engine"]["EngineVersion"]
@@ -122,7 +123,7 @@ def _host(host: ApiObject) -> Iterator[Finding]:
             yield Finding(BAD, f"{name}: {address} does not respond on {port}/tcp", "open the port between the hosts")
 
 
-def _probe(engine: SwarmEngine, spec: JobSpec, hosts: set[str]) -> Iterator[Finding]:
+def check_overlay(engine: SwarmEngine, spec: JobSpec, hosts: set[str]) -> Iterator[Finding]:
     """Start a node on each host and connect to it; raises EngineError if that fails, such as without an overlay."""
     probe = JobSpec(name="doctor", trainers=len(hosts) - 1, gpus="none", image=spec.image, warm=False, grace=1.0)
     with tempfile.TemporaryDirectory() as folder, (Path(folder) / "data").open("w+b") as data:
@@ -142,7 +143,7 @@ def _probe(engine: SwarmEngine, spec: JobSpec, hosts: set[str]) -> Iterator[Find
                 session.up(probe_plan)
                 placed = {name: engine.manager.host(task) for name, task in session.nodes.items()}
                 for name, host in sorted(placed.items(), key=lambda item: item[::-1]):
-                    yield from _ask(session, name, host, data)
+                    yield from check_node(session, name, host, data)
                 for host in sorted(hosts - {*placed.values()}):
                     yield Finding(
                         WARNING, f"{host}: Swarm placed no test node on it, so it was not checked", "run doctor again"
@@ -153,7 +154,8 @@ def _probe(engine: SwarmEngine, spec: JobSpec, hosts: set[str]) -> Iterator[Find
             records.forget(paths.root)
 
 
-def _ask(session: SwarmSession, node: str, host: str, data: BinaryIO) -> Iterator[Finding]:
+def check_node(session: SwarmSession, node: str, host: str, data: BinaryIO) -> Iterator[Finding]:
+    """Report whether a test node on `host` can be reached, its clock, and whether large packets arrive."""
     if not (link := session.reach(node)):
         yield Finding(
             BAD, f"{host}: a test node on it does not respond", "open 4789/udp and 7946/udp between the hosts"

@@ -70,20 +70,20 @@ class Generator:
 
 def test_a_data_set_must_be_generated_once_and_then_read_from_the_cache(tmp_path, monkeypatch):
     generator, folder = Generator(), tmp_path / "not" / "there"
-    first = data._drawn(generator, folder, "digits")
-    again = data._drawn(generator, folder, "digits")
+    first = data.load_or_draw(generator, folder, "digits")
+    again = data.load_or_draw(generator, folder, "digits")
     assert generator.calls == [(data.TRAIN, 1), (data.TEST, 2)] == [(12_000, 1), (2_000, 2)]
     assert [part.tolist() for part in first] == [part.tolist() for part in again]
     assert [path.name for path in folder.iterdir()] == ["digits-1.pt"]
-    data._drawn(generator, folder, "colours")
+    data.load_or_draw(generator, folder, "colours")
     monkeypatch.setattr(data, "VERSION", 2)
-    data._drawn(generator, folder, "digits")
+    data.load_or_draw(generator, folder, "digits")
     assert len(generator.calls) == 6
 
 
 def test_a_data_set_must_be_generated_even_if_it_cannot_be_cached(tmp_path, capsys):
     (tmp_path / "file").touch()
-    found = data._drawn(Generator(), tmp_path / "file" / "cache", "digits")
+    found = data.load_or_draw(Generator(), tmp_path / "file" / "cache", "digits")
     assert [part.tolist() for part in found] == [[1, 1], [12_000], [2, 2], [2_000]]
     assert "could not cache digits: " in capsys.readouterr().out
 
@@ -92,7 +92,7 @@ def test_a_disk_that_fills_up_while_caching_must_not_end_the_training(tmp_path, 
     _, hard = limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
     try:
-        found = data._drawn(Generator(), tmp_path, "digits")
+        found = data.load_or_draw(Generator(), tmp_path, "digits")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert len(found) == 4 and "could not cache digits: " in capsys.readouterr().out

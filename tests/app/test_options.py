@@ -340,7 +340,7 @@ def test_a_partly_written_data_set_must_not_be_left_on_a_full_disk(monkeypatch, 
         raise OSError("no space left")
 
     monkeypatch.setattr(data.torch, "save", half)
-    drawn = data._drawn(lambda count, seed: (torch.zeros(1), torch.ones(1)), tmp_path, "digits")
+    drawn = data.load_or_draw(lambda count, seed: (torch.zeros(1), torch.ones(1)), tmp_path, "digits")
     assert [int(part) for part in drawn] == [0, 1, 0, 1]
     assert not (tmp_path / f"digits-{data.VERSION}.pt").exists()
 

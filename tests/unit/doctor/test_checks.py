@@ -77,7 +77,9 @@ class Host:
 )
 def test_a_clock_that_differs_must_be_reported(monkeypatch, ahead, expected):
     monkeypatch.setattr(checks, "send_archive", lambda *_: None)
-    found = [finding.what for finding in checks._ask(cast(SwarmSession, Host(ahead)), "master", "host-1", io.BytesIO())]
+    found = [
+        finding.what for finding in checks.check_node(cast(SwarmSession, Host(ahead)), "master", "host-1", io.BytesIO())
+    ]
     assert [text for text in found if "clock" in text] == (
         [f"host-1: its clock differs by {expected}"] if expected else []
     )
@@ -88,7 +90,7 @@ def test_a_clock_that_differs_must_be_reported(monkeypatch, ahead, expected):
 def test_a_host_that_large_packets_do_not_reach_must_be_reported(error):
     there = Host(0.0, error)
     with tempfile.TemporaryFile() as data:
-        (found,) = checks._ask(cast(SwarmSession, there), "master", "host-1", data)
+        (found,) = checks.check_node(cast(SwarmSession, there), "master", "host-1", data)
     assert found.state == checks.BAD and found.what == "host-1: small packets arrive, large ones do not"
     assert "docs/swarm.md" in found.hint and there.closed
 
@@ -96,7 +98,7 @@ def test_a_host_that_large_packets_do_not_reach_must_be_reported(error):
 def test_a_node_that_does_not_answer_must_be_reported_with_the_ports(monkeypatch):
     silent = Host(0.0)
     monkeypatch.setattr(silent, "reach", lambda node: None)
-    (found,) = checks._ask(cast(SwarmSession, silent), "master", "host-1", io.BytesIO())
+    (found,) = checks.check_node(cast(SwarmSession, silent), "master", "host-1", io.BytesIO())
     assert found.state == checks.BAD and found.what == "host-1: a test node on it does not respond"
     assert "4789/udp" in found.hint and "7946/udp" in found.hint
 
@@ -149,11 +151,11 @@ class Nodes:
 
 
 def probe(engine: Nodes, spec: JobSpec, hosts: set[str]) -> list[checks.Finding]:
-    return [*checks._probe(cast(SwarmEngine, engine), spec, hosts)]
+    return [*checks.check_overlay(cast(SwarmEngine, engine), spec, hosts)]
 
 
 def check_swarm(engine: Nodes) -> list[checks.Finding]:
-    return [*checks._swarm(cast(SwarmEngine, engine), JobSpec())]
+    return [*checks.check_swarm(cast(SwarmEngine, engine), JobSpec())]
 
 
 def test_each_host_must_be_tested_with_a_node_that_is_then_removed():
@@ -199,7 +201,7 @@ def port(monkeypatch):
 
 
 def test_a_healthy_host_must_be_reported_as_ok(port):
-    (found,) = checks._host(host(port))
+    (found,) = checks.check_host(host(port))
     assert (found.state, found.what) == (checks.GOOD, "host-1 (127.0.0.1): engine 28.0.1, 0 GPUs offered")
 
 
@@ -215,20 +217,20 @@ def test_a_healthy_host_must_be_reported_as_ok(port):
     ],
 )
 def test_the_state_and_engine_version_of_a_host_must_be_checked(port, status, state, expected):
-    found = [*checks._host(host(port, **status))][-1]
+    found = [*checks.check_host(host(port, **status))][-1]
     assert found.state == state and expected in found.what
 
 
 def test_a_closed_port_must_be_reported(port, monkeypatch):
     monkeypatch.setattr(checks, "SWARM_PORTS", (port, free_port()))
-    found = [*checks._host(host(port))][-1]
+    found = [*checks.check_host(host(port))][-1]
     assert found.state == checks.BAD and found.what.endswith(f"does not respond on {checks.SWARM_PORTS[1]}/tcp")
 
 
 def test_only_a_manager_must_answer_at_the_manager_port(port, monkeypatch):
     monkeypatch.setattr(checks, "SWARM_PORTS", (free_port(), port))
-    assert [found.state for found in checks._host(host(port))] == [checks.GOOD]
-    found = [*checks._host(host(port) | {"ManagerStatus": {"Leader": True}})]
+    assert [found.state for found in checks.check_host(host(port))] == [checks.GOOD]
+    found = [*checks.check_host(host(port) | {"ManagerStatus": {"Leader": True}})]
     assert [one.state for one in found] == [checks.GOOD, checks.BAD]
     assert f"on {checks.SWARM_PORTS[0]}/tcp" in found[1].what
 
@@ -238,7 +240,7 @@ def test_the_gpus_of_a_host_must_be_counted(port):
     there["Description"]["Resources"] = {
         "GenericResources": [{"NamedResourceSpec": {"Kind": "NVIDIA-GPU", "Value": f"GPU-{i}"}} for i in range(2)]
     }
-    (found,) = checks._host(there)
+    (found,) = checks.check_host(there)
     assert found.what.endswith("2 GPUs offered")
 
 
