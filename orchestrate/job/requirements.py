@@ -62,10 +62,10 @@ def _lines(text: str) -> list[tuple[int, str]]:
     """Split a file into lines with their numbers, without comments, continued lines joined."""
     found: list[tuple[int, str]] = []
     pending, first = "", 0
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate([*text.splitlines(), ""], 1):  # the last line may end with a backslash
         first = first if pending else number
         pending += line
-        if line.endswith("\\"):
+        if line.endswith("\\") and not line.lstrip().startswith("#"):
             pending = pending[:-1] + " "
             continue
         if stripped := re.sub(r"(^|\s)#.*", "", pending).strip():

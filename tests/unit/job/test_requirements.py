@@ -14,11 +14,13 @@ def test_a_file_must_be_read_with_the_files_that_it_includes(tmp_path):
         "# for training\n\nlightning>=2.4,<3  # the trainer\n--requirement=more/test.txt\n"
         "torch==2.8.0 \\\n    --hash=sha256:abc \\\n    --hash=sha256:def\n"
         "--extra-index-url https://me:${TOKEN}@example.org/simple#fragment\r\ngit+https://example.org/a/b@main\n"
+        "# a comment ends with its line \\\nrich\n--find-links https://example.org/wheels\nscipy \\"
     )
     assert requirements.read(tmp_path / "requirements.txt") == [
         *("lightning>=2.4,<3", "hypothesis", "pytest"),
         "torch==2.8.0      --hash=sha256:abc      --hash=sha256:def",
         *("--extra-index-url https://me:${TOKEN}@example.org/simple#fragment", "git+https://example.org/a/b@main"),
+        *("rich", "--find-links https://example.org/wheels", "scipy"),
     ]
 
 
@@ -26,6 +28,9 @@ def test_a_file_must_be_read_with_the_files_that_it_includes(tmp_path):
     ("text", "error"),
     [
         ("numpy\n\n-e .", "r.txt:3: -e installs from a local folder"),
+        ("numpy \\\n  --hash=sha256:a\n--editable \\\n  .", "r.txt:3: --editable installs from a local folder"),
+        ("file:a", "r.txt:1: file:a installs from a local folder"),
+        ("dist/a-1.tar.gz", "r.txt:1: dist/a-1.tar.gz installs from a local folder"),
         ("./wheels/a.whl", "r.txt:1: ./wheels/a.whl installs from a local folder"),
         ("dist/a-1-py3-none-any.whl", "r.txt:1: dist/a-1-py3-none-any.whl installs from a local folder"),
         ("a @ file:///home/me/a", "r.txt:1: a installs from a local folder"),
