@@ -296,6 +296,9 @@ def test_a_pinned_plan_must_use_the_cores_near_the_gpus_and_be_read_as_it_was_wr
     planned = plan(JobSpec(trainers=1, pin=True), site, "a-1")
     assert [worker.cores for worker in planned.workers] == [(4, 5, 6, 7), (0, 1, 2, 3)]
     assert read_plan(planned.to_json(), {}) == planned
+    spec = JobSpec(trainers=0, nproc_per_node=1, pin=True, command=("x.py",))
+    (alone,) = plan(spec, site.but(gpu_cores=()), "a-1").workers
+    assert alone.cores == (0, 1, 2, 3, 4, 5, 6, 7)
 
 
 def test_shared_gpus_must_be_assigned_in_turn_and_be_shown_in_the_plan():
@@ -308,6 +311,8 @@ def test_shared_gpus_must_be_assigned_in_turn_and_be_shown_in_the_plan():
     assert first.endswith("3 nodes × 1 worker, on 2 shared GPUs (2 GPUs in use by other programs, skipped)")
     alone = plan(JobSpec(trainers=1, share_gpus=True), site, "a-1")
     assert "NCCL on GPU (2 GPUs" in str(alone) and alone.gpus == ("GPU-0", "GPU-1")
+    with pytest.raises(ResourceError, match="3 workers need 3 GPUs"):  # which may be on other machines
+        plan(JobSpec(trainers=2, share_gpus=True), site.but(engine="swarm"), "a-1")
 
 
 def test_a_restart_with_a_gpu_for_each_node_must_not_share_any():

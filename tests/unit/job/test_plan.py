@@ -1,6 +1,7 @@
 """The plan, compared as text: the rank, GPU and environment of each worker."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from support.plans import HERE, plan, with_gpus
@@ -33,7 +34,8 @@ def test_the_number_of_workers_per_node_must_follow_from_the_gpus():
 
 
 def test_the_plan_must_name_the_cluster_whose_nodes_are_used():
-    site = HERE.but(cluster="box-77aa", preload=("torch",))
+    site = HERE.but(cluster="box-77aa", preload=("torch", "torch.distributed"))
+    assert site.placement.packages == ("torch",)
     planned = plan(JobSpec(trainers=1, cpus=0.5), site, "a-1")
     first, second, *_ = str(planned).splitlines()
     assert first.startswith("job a-1: 2 nodes × 1 worker, gloo on CPU (") and first.endswith("), on box-77aa")
@@ -90,9 +92,13 @@ def test_pin_must_be_refused_if_there_are_too_few_cores():
 def test_the_number_of_threads_must_not_exceed_a_nodes_limit_of_cores(limit, engine, threads):
     planned = plan(JobSpec(trainers=1, cpus=limit), HERE.but(engine=engine), "a-1")
     assert {worker.env["OMP_NUM_THREADS"] for worker in planned.workers} == {threads}
+    fewer = plan(JobSpec(trainers=3, cpus=limit), HERE.but(engine=engine), "a-1", nodes=("master", "trainer-2"))
+    assert fewer.workers[0].env["OMP_NUM_THREADS"] == threads
 
 
 def test_the_plan_must_show_that_a_job_uses_the_host_network():
+    local = str(plan(JobSpec(trainers=0), HERE.but(network=""), "a-1"))  # as local processes
+    assert "master at master:29500 (open on all interfaces), 8 threads per worker\n" in local
     site = HERE.but(network="host", master_addr="127.0.0.1", interface="lo")
     planned = plan(JobSpec(trainers=0, network="host"), site, "a-1")
     assert "master at 127.0.0.1:29500 (open on all interfaces), 8 threads per worker, on the host network\n" in str(
@@ -153,6 +159,11 @@ def test_the_environment_must_match_torchruns():
     }
 
 
+def test_only_rank_0_must_read_standard_input():
+    planned = plan(JobSpec(trainers=1, nproc_per_node=2, stdin=True), HERE, "a-1")
+    assert [worker.env.get("WORKER_STDIN") for worker in planned.workers] == ["/job/stdin", None, None, None]
+
+
 def test_nodes_must_be_ordered_with_the_master_first_and_trainers_by_number():
     nodes = names(JobSpec(trainers=12))
     assert nodes[:3] == ("master", "trainer-1", "trainer-2") and nodes[-1] == "trainer-12"
@@ -182,7 +193,7 @@ def test_remaining_nodes_must_keep_their_names_and_the_first_must_become_the_mas
 
 def test_remaining_nodes_must_keep_their_number_of_workers():
     planned = plan(JobSpec(trainers=1), with_gpus(4), "a-1", nodes=("trainer-1",))
-    assert [worker.gpu for worker in planned.workers] == ["GPU-0", "GPU-1"]
+    assert [worker.gpu for worker in planned.workers] == ["GPU-0", "GPU-1"] and len(planned.gpus) == 4
 
 
 def test_a_plan_must_contain_only_the_gpus_that_have_a_worker():
@@ -198,16 +209,18 @@ def test_a_plan_must_be_read_as_it_was_written():
     planned = plan(JobSpec(trainers=1), with_gpus(4), "a-1", generation=2)
     assert read_plan(planned.to_json(), {}) == planned
     site = HERE.but(preload=("torch", "numpy"), code="/code", cluster="box-77aa")
-    planned = plan(JobSpec(command=("x.py", "a b"), pin=True), site, "a-1")
+    planned = plan(JobSpec(command=("x.py", "a b"), hyperparameters={"lr": "0.1"}, pin=True), site, "a-1")
+    assert planned.command == ("x.py", "a b", "--lr", "0.1")
     assert read_plan(planned.to_json(), {}) == planned
 
 
 def test_a_plan_must_be_written_without_secrets_and_be_read_with_the_secrets_of_the_job():
-    spec = JobSpec(trainers=1, env={"HF_TOKEN": "canary", "URL": "https://me:canary@host", "A": "b"})
+    env = {"HF_TOKEN": "canary", "URL": "https://me:canary@host", "A": "b", "PHRASE": "canaries"}
+    spec = JobSpec(trainers=1, env=env, secrets={"PHRASE": "variable"}, command=("x.py", "canaries"))
     planned = plan(spec, HERE, "a-1")
     text = planned.to_json()
-    assert "canary" not in text and '"A": "b"' in text and '"HF_TOKEN": "***"' in text
-    assert read_plan(text, spec.env) == planned
+    assert "canar" not in text and '"A": "b"' in text and '"HF_TOKEN": "***"' in text
+    assert read_plan(text, spec.env) == replace(planned, command=("x.py", "***"))
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", "null", '{"inventory": {}}'])
@@ -217,8 +230,9 @@ def test_an_invalid_plan_must_be_refused(text):
 
 
 def test_the_users_environment_must_reach_every_worker():
-    planned = plan(JobSpec(trainers=1, env={"A": "1", "OMP_NUM_THREADS": "7"}), HERE, "a-1")
-    assert all((worker.env["A"], worker.env["OMP_NUM_THREADS"]) == ("1", "7") for worker in planned.workers)
+    planned = plan(JobSpec(trainers=1, env={"A": "1", "OMP_NUM_THREADS": "7"}), HERE.but(data={"train": "/d"}), "a-1")
+    env = {"A": "1", "OMP_NUM_THREADS": "7", "DATA_TRAIN": "/d"}
+    assert all(env.items() <= worker.env.items() for worker in planned.workers)
     assert ", 7 threads per worker" in str(planned)
     assert ", 4,2 threads per worker" in str(plan(JobSpec(env={"OMP_NUM_THREADS": "4,2"}), HERE, "a-1"))
 
