@@ -14,7 +14,7 @@ from orchestrate.files import folder
 from orchestrate.job import events
 from orchestrate.job.metrics import listed
 from orchestrate.job.outcomes import Cause, GenerationResult, JobResult, Outcome, Reason
-from orchestrate.job.report import Written, line, phase, report, text
+from orchestrate.job.report import Copied, Written, line, phase, report, text
 from orchestrate.job.spec import JobSpec
 
 NODES = ("master", "trainer-1", "trainer-2")
@@ -229,9 +229,29 @@ def test_the_report_must_be_json_without_nan():
     json.dumps(found, allow_nan=False)
 
 
-def test_the_versions_of_torch_must_be_those_of_the_last_generation():
-    ends = [dataclasses.replace(FAILED, versions=(version,)) for version in ("2.8.0", "2.9.1")]
-    assert report(PLAN, JobResult(Outcome.FAILED, "x"), ends, 0.0, [], [])["torch"] == ["2.9.1"]
+def test_what_is_known_of_the_workers_must_be_that_of_the_last_generation():
+    last: dict[str, Any] = {"versions": ("2.9.1",), "exchanged": {0: 7, 2: 9}, "isolated": "look"}
+    ends = [dataclasses.replace(FAILED, versions=("2.8.0",)), dataclasses.replace(FAILED, **last)]
+    data = report(PLAN, JobResult(Outcome.SUCCEEDED, "x"), ends, 0.0, [], [])
+    assert (data["torch"], data["exchanged_bytes"]) == (["2.9.1"], [7, None, 9])
+    assert text(data).splitlines()[-2:] == [
+        "warning: the 3 workers exchanged no data: if they train, each trained its own model",
+        "hint: look",
+    ]
+
+
+def test_each_copy_must_be_reported_with_the_files_that_it_leaves_out():
+    odd = [f"{number}: odd" for number in range(101)]
+    copies = [Copied("checkpoints", "s3://a", 2, "", "", odd[:1]), Copied("output", "s3://b", 0, "away", "look", odd)]
+    data = report(PLAN, JobResult(Outcome.SUCCEEDED, ""), [], 0.0, [], [], copies=copies)
+    assert [len(copy["skipped"]) for copy in data["copies"]] == [1, 100]
+    assert text(data).splitlines()[1:] == [
+        "checkpoints copied to s3://a",
+        "warning: checkpoints not copied: 0: odd",
+        "warning: output not copied completely to s3://b: away",
+        "hint: look",
+        *(f"warning: output not copied: {number}: odd" for number in range(8)),
+    ]
 
 
 def test_the_keys_of_the_report_must_be_documented():
@@ -275,6 +295,9 @@ FAILURE = Cause(rank=1, node="n", exit_code=1, cause=Reason.ERROR, summary="it b
         (events.NodeBack(), "a missing node is back"),
         (events.WorkersLost((0, 2)), "ranks 0, 2 did not exit within"),
         (events.WarningIssued("look"), "warning: look"),
+        (events.GpusUnused((1,)), "warning: rank 1 did not use the GPU"),
+        (events.WorkersIsolated(3, "look"), "the 3 workers have exchanged no data in the first minute"),
+        (events.CheckpointsFetched("s3://a", 1, 7, "j-1"), "fetched 1 file of checkpoints that j-1 copied to s3://a"),
         (events.WorkerEnded(0, "master", 1, stopping=False), ""),
     ],
 )
@@ -291,11 +314,13 @@ def test_only_events_that_matter_to_the_user_must_be_shown(event, expected):
         (events.GenerationStarted(0, ()), "starting the workers"),
         (events.GenerationStarted(0, ("torch", "numpy")), "importing torch, numpy"),
         (events.WorkersAwaited((2,)), "waiting for rank 2 to start"),
+        (events.WorkersAwaited((*range(8),)), "waiting for ranks 0, 1, 2, 3, 4, 5, 6, 7 to start"),
         (events.WorkersAwaited((*range(1, 11),)), "waiting for ranks 1, 2, 3, 4, 5, 6, 7, 8 and 2 more to start"),
         (events.WorkersStarted(), "waiting for the workers' first output"),
         (events.GenerationEnded(generation=0, outcome=Outcome.SUCCEEDED, why="finished"), ""),
         (events.NodesStopping(), "cleaning up"),
         (events.NodesDown(), ""),
+        (events.NodesLeft("no answer"), ""),
         (events.WorkerEnded(0, "master", 0, stopping=False), None),
     ],
 )
@@ -303,8 +328,8 @@ def test_the_phase_of_a_job_must_follow_from_its_events(event, shown):
     assert phase(event) == shown
 
 
-def test_a_list_of_written_files_that_is_not_complete_must_be_named():
-    for complete, named in ((True, []), (False, ["written"])):
+def test_a_list_of_files_that_is_not_complete_must_be_named():
+    for complete, named in ((True, []), (False, ["checkpoints", "written"])):
         written = Written(Path("work"), ["a"], complete)
-        data = report(PLAN, JobResult(Outcome.SUCCEEDED, "finished"), [], 0.0, [], [], written=written)
+        data = report(PLAN, JobResult(Outcome.SUCCEEDED, "finished"), [], 0.0, [], [], complete, written)
         assert (data["written"], data["truncated"]) == (["a"], named)

@@ -161,6 +161,8 @@ def test_an_invalid_report_must_not_count_as_the_end_of_a_job(paths, text):
     assert store.ended(paths) is None
     records.write(paths.report, text)
     assert store.ended(paths) is None
+    end(paths, "rescaled")
+    assert store.ended(paths) is None
     end(paths)
     assert not_none(store.ended(paths))["outcome"] == "succeeded"
     whole = json.loads(paths.report.read_text())
