@@ -57,8 +57,8 @@ GOOD = [
     ),
     (
         "rules",
-        [{"log": "a|b", "cause": "hang", "action": "fail"}, {"cause": "error", "action": "count"}],
-        [{"log": "a|b", "cause": "hang", "action": "fail"}, {"cause": "error", "action": "count"}],
+        [{"log": "(a|b)", "cause": "hang", "action": "fail"}, {"cause": "error", "action": "count"}],
+        [{"log": "(a|b)", "cause": "hang", "action": "fail"}, {"cause": "error", "action": "count"}],
     ),
 ]
 BAD = [

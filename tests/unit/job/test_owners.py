@@ -32,7 +32,7 @@ def linked(path: Path) -> None:
 
 
 def writable(path: Path) -> None:
-    path.chmod(0o777)
+    path.chmod(0o757)
 
 
 def of_a_group(path: Path) -> None:
@@ -189,19 +189,20 @@ def test_a_folder_must_belong_to_root_by_owner_mode_and_group(tmp_path, monkeypa
 @needs_root
 @pytest.mark.skipif(sys.platform != "linux", reason="access control lists need Linux")
 @pytest.mark.parametrize(
-    ("tag", "who", "mask", "may"),
+    ("tag", "who", "rights", "mask", "may"),
     [
-        (owners.ACL_USER, NOBODY, 7, True),
-        (owners.ACL_USER, NOBODY, 5, False),
-        (owners.ACL_USER, 0, 7, False),
-        (owners.ACL_GROUP, NOGROUP, 7, True),
-        (owners.ACL_GROUP, NONE, 7, False),
+        (owners.ACL_USER, NOBODY, 7, 7, True),
+        (owners.ACL_USER, NOBODY, 7, 5, False),
+        (owners.ACL_USER, NOBODY, 5, 7, False),
+        (owners.ACL_USER, 0, 7, 7, False),
+        (owners.ACL_GROUP, NOGROUP, 7, 7, True),
+        (owners.ACL_GROUP, NONE, 7, 7, False),
     ],
 )
-def test_an_access_control_list_must_count(tmp_path, monkeypatch, tag, who, mask, may):
+def test_an_access_control_list_must_count(tmp_path, monkeypatch, tag, who, rights, mask, may):
     monkeypatch.setattr(pwd, "getpwall", lambda: [pwd.getpwuid(0), pwd.getpwuid(NOBODY)])
-    entries = [(1, 7, 0xFFFFFFFF), (tag, 7, who), (4, 5, 0xFFFFFFFF), (0x10, mask, 0xFFFFFFFF), (0x20, 5, 0xFFFFFFFF)]
-    entries.sort(key=lambda entry: entry[0])
+    none = 0xFFFFFFFF
+    entries = sorted([(1, 7, none), (tag, rights, who), (4, 5, none), (0x10, mask, none), (0x20, 5, none)])
     value = struct.pack("<I", 2) + b"".join(struct.pack("<HHI", *entry) for entry in entries)
     try:
         os.setxattr(tmp_path, "system.posix_acl_access", value)

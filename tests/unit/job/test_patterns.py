@@ -130,13 +130,16 @@ def test_the_size_of_rules_must_be_limited(rules, reason):
     resolve({"rules": [{"log": "a" * 1000, "action": "fail"}] * 100})
 
 
-@pytest.mark.parametrize("pattern", ["x{10001}", "(?:x{101}){100}", "x{4294967294}", "(?:(?:x{9,}){999}y){2}"])
+@pytest.mark.parametrize(
+    "pattern", ["x{10001}", "x{0}y{10001}", "(?:x{101}){100}", "x{4294967294}", "(?:(?:x{9,}){999}y){2}"]
+)
 def test_a_pattern_that_repeats_too_often_must_be_refused(pattern):
     """Each repetition takes memory; the third of them takes all of it."""
     with pytest.raises(UsageError, match="its repetitions multiply to more than 10,000"):
         resolve({"rules": [{"log": pattern, "action": "fail"}]})
     with pytest.raises(UsageError, match="its repetitions multiply to more than 10,000"):
         resolve({"metrics": {"loss": f"({pattern})"}})
+    assert resolve({"rules": [{"log": "x{10000}", "action": "fail"}]}).rules
 
 
 PARTS = ["a", "(", "(?:", ")", "|", "*", "+", "?", "{9}", "{2,}", "{100}", "{0,99999}", "[a-z]", "(?i)", "(?=", "(?<="]

@@ -187,6 +187,7 @@ def test_a_value_of_a_megabyte_must_be_checked_in_linear_time(value):
 def test_a_value_that_is_too_short_must_not_be_masked_in_text():
     hide = Mask({"PASSWORD": "rank", "A": "step 1 of 3", "HF_TOKEN": ""})
     assert hide("rank 0: step 1 of 3") == "rank 0: step 1 of 3"
+    assert Mask({"PASSWORD": "ranked"})("rank, unranked") == f"rank, un{HIDDEN}"
     assert Mask({})("anything") == "anything"
 
 

@@ -70,6 +70,7 @@ def test_the_readme_must_contain_the_table_of_keys():
 
 def test_descriptions_must_have_no_markup_outside_of_the_readme(capsys):
     assert all(mark not in description(key) for key in FIELDS for mark in ("`", "](", "(#"))
+    assert description("grace") == "grace period between SIGTERM and SIGKILL, at most 1d (default: 30s)"
     assert main(["run", "--help"]) == 0
     help_text = " ".join(capsys.readouterr().out.split())
     assert all(description(key) in help_text for key in FLAGS)
