@@ -190,7 +190,7 @@ def test_a_folder_whose_name_is_not_utf_8_must_be_refused(monkeypatch):
 def test_secrets_must_come_from_the_environment_of_compose():
     env = {"HF_TOKEN": "canary-$1", "URL": "https://me:canary@host", "A": "b"}
     text = compose(resolve({"command": COMMAND}, {"env": env}), "digits")
-    assert "canary" not in text
+    assert "canary" not in text and "# Set in the environment of docker compose: HF_TOKEN, URL.\n" in text
     for role in NODES:
         found = yaml.safe_load(text)["services"][role]["environment"]
         assert found["HF_TOKEN"] == "${HF_TOKEN:?set HF_TOKEN}" and found["URL"] == "${URL:?set URL}"

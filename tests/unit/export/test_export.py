@@ -43,7 +43,22 @@ def test_workers_and_gpus_must_be_derived_from_the_job(options, workers, gpus):
         ({"gpus": 2}, "2 GPUs cannot be divided evenly among 3 nodes"),
         ({"pin": True}, "pin, share_gpus and network"),
         ({"share_gpus": True}, "pin, share_gpus and network"),
+        ({"network": "host"}, "pin, share_gpus and network"),
         ({"encrypt": True}, "constraints and encrypt"),
+        ({"constraints": "node.role==worker"}, "constraints and encrypt"),
+        ({"pip": "numpy"}, "pip, requirements and dockerfile"),
+        ({"dockerfile": "image"}, "pip, requirements and dockerfile"),
+        ({"checkpoints": "s3://a"}, "checkpoints and output need orchestrate"),
+        ({"output": "s3://a"}, "checkpoints and output need orchestrate"),
+        ({"data": {"train": "/a"}}, "data and mounts"),
+        ({"mounts": "/a:/b"}, "data and mounts"),
+        ({"source": "git+https://host/a"}, "a source in a Git repository"),
+        ({"secrets": {"A": "env"}}, "secrets as files"),
+        *(
+            ({key: value}, f"^{key} cannot be exported")
+            for key, value in {"before": "a", "services": "a", "ports": [1], "labels": {"a": 1}}.items()
+        ),
+        *(({key: True}, f"^{key} cannot be exported") for key in ("isolated", "stdin")),
     ],
 )
 def test_options_that_no_target_supports_must_be_refused(options, message):

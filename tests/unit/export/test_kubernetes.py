@@ -89,6 +89,7 @@ def test_the_command_that_creates_the_secret_must_be_printed_without_values():
     text = kubernetes(resolve(SPEC | {"env": {"HF_TOKEN": "canary", "API_KEY": "canary"}}), "digits", "job")
     (line,) = (line for line in text.splitlines() if "kubectl create secret" in line)
     assert line.startswith("#") and "canary" not in text
+    assert '--from-file=HF_TOKEN=<(printf %s "$HF_TOKEN")' in line
     if not shutil.which("kubectl"):
         pytest.skip("kubectl is not installed")
     command = line.removeprefix("#").strip() + " --dry-run=client --output=json"

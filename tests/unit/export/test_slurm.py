@@ -46,7 +46,7 @@ def launched(form: str, image: str, monkeypatch, folder: str = "/my-code", argum
 
 
 def test_a_node_must_be_started_with_the_exact_command(monkeypatch):
-    ours, other = "orchestrate-node:0.1", "mine:1"
+    ours, other = "orchestrate-node:0.1", "mine:1;$(a)'"
     mounts = "/my-code:/my-code,/job dir/x:/job dir/x"
     node = ["python", "/opt/orchestrate/node", *COMMAND]
     assert launched("venv", ours, monkeypatch) == [sys.executable, str(NODE), *COMMAND]
@@ -70,6 +70,12 @@ def test_a_folder_that_slurms_containers_cannot_mount_must_be_refused(monkeypatc
         with pytest.raises(UsageError, match=f"{re.escape(ascii(folder))} cannot be mounted") as caught:
             launched(form, "mine:1", monkeypatch, folder)
         assert caught.value.hint
+
+
+@pytest.mark.parametrize("user", ["root", "7:8"])
+def test_another_user_must_be_refused_since_slurm_runs_a_job_as_its_submitter(user):
+    with pytest.raises(UsageError, match=f"user is {user}, but Slurm runs a job as the user who submits it"):
+        slurm(resolve({"user": user}), "x", "venv")
 
 
 def test_a_folder_that_is_not_utf_8_must_be_refused(monkeypatch):
@@ -227,6 +233,8 @@ def test_the_jobs_environment_and_folder_must_be_used_literally(scheduler, monke
     assert ended(scheduler.start("0", env={"A": "two words; $HOME 'and' \\"})) == (0, "")
     assert (scheduler.folder / "value").read_text() == "two words; $HOME 'and' \\"
     assert (scheduler.folder / "where").read_text() == f"{code}\n"
+    code.rmdir()
+    assert ended(scheduler.start("0"))[0] == 2
 
 
 def test_each_variable_must_reach_the_nodes_unchanged_and_not_affect_the_script(scheduler):
