@@ -52,7 +52,7 @@ def test_a_secret_must_reach_the_workers_of_each_supervisor_and_nothing_else(cli
         output += f"{done.stdout}{done.stderr}"
         assert done.returncode == 0, done.stderr
     name = cli.run_dir().name
-    digest = hashlib.sha256(CANARY.encode()).hexdigest()
+    digest = hashlib.sha256(ENV["HF_TOKEN"].encode()).hexdigest()
     cli.wait_for(digest, rank=1)
     assert CANARY not in seen(name)
     os.kill(not_none(lock.holder(JobPaths(cli.run_dir()))).pid, signal.SIGKILL)

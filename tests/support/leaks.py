@@ -3,7 +3,9 @@
 from pathlib import Path
 
 CANARY = "canary-0d4f6a3e"
-ENV = {"HF_TOKEN": CANARY, "DATABASE_URL": f"postgres://me:{CANARY}-2@host/db", "A": "b", "PHRASE": f"{CANARY}-3"}
+# PHRASE is secret only if a job file names it: it contains no other secret.
+ENV = {"HF_TOKEN": f"{CANARY}-1", "DATABASE_URL": f"postgres://me:{CANARY}-2@host/db", "A": "b"}
+ENV |= {"PHRASE": f"{CANARY}-3"}
 
 
 def leaks(folder: Path) -> set[str]:

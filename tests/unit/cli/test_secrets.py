@@ -96,7 +96,7 @@ def test_the_output_of_a_job_must_be_shown_without_secrets(do, printing, paths, 
 def test_a_second_supervisor_must_start_workers_with_the_secrets(do, printing, tmp_path):
     started, start = [], printing.start
     printing.start = lambda plan: (started.append(plan.command), start(plan))
-    command = (*SPEC.command, f"--token={CANARY}")
+    command = (*SPEC.command, f"--token={CANARY}-1")
     paths = create(JobPaths(tmp_path / "b-1"), dataclasses.replace(SPEC, command=command))
     assert leaks(paths.root) == {"job.yaml"}
     assert json.loads(paths.plan.read_text())["command"] == [*SPEC.command, f"--token={HIDDEN}"]
@@ -137,7 +137,7 @@ def test_events_must_contain_no_secret(do, printing, tmp_path):
     printing.up = lambda *arguments, **how: (up(*arguments, **how), fail())[0]
 
     def fail() -> None:
-        raise EngineError(f"no {CANARY}")
+        raise EngineError(f"no {CANARY}-1")
 
     assert do("attach", "b-1")[0] != 0
     assert leaks(paths.root) == set() and f"no {HIDDEN}" in paths.events.read_text()
