@@ -5,6 +5,7 @@ from support.scripted import ALL_WELL
 
 from orchestrate.cli.arguments import parse
 from orchestrate.cli.main import main
+from orchestrate.cli.request import spec_of
 from orchestrate.errors import UsageError
 from orchestrate.job import command, store
 from orchestrate.job.layers import resolve
@@ -276,3 +277,12 @@ def test_a_file_that_is_not_a_program_must_be_refused(here, arguments, why, hint
     with pytest.raises(UsageError, match=why) as found:
         launch.check_script(resolve({"command": arguments}))
     assert hint in found.value.hint
+
+
+def test_packages_of_a_file_and_of_options_must_all_be_installed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "packages.txt").write_text("one\n")
+    (tmp_path / "x.py").touch()
+    args, args.script = parse(["plan", "--requirements", "packages.txt", "--pip", "two", "x.py"])
+    spec = spec_of(args)
+    assert (spec.requirements, spec.pip) == ("", ["one", "two"])

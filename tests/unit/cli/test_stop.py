@@ -13,7 +13,7 @@ from support.scripted import ALL_WELL
 
 from orchestrate.engines import choice
 from orchestrate.errors import EngineError, OrchestrateError
-from orchestrate.files import lock
+from orchestrate.files import lock, records
 from orchestrate.files.paths import JobPaths
 from orchestrate.job import store
 from orchestrate.job.events import GenerationStarting
@@ -163,6 +163,9 @@ def test_rm_must_refuse_a_running_job_and_name_its_supervisor(do, paths, engine)
     assert (code, err[1]) == (2, "hint: python -m orchestrate stop a-1")
     assert str(other.pid) in err[0]
     assert paths.root.exists() and engine.calls == []
+    records.forget(paths.root)
+    with supervised(paths.root):
+        assert do("rm", str(paths.root))[0] == 2 and paths.root.exists()
 
 
 def test_rm_with_dry_run_must_only_show_what_it_would_remove(do, paths, engine):
