@@ -38,6 +38,13 @@ def test_the_content_of_a_secret_must_be_masked_whatever_its_name(tmp_path, monk
     assert spec.mask()("say open sesame or swordfish") == "say *** or ***"
 
 
+def test_secrets_of_the_maximum_size_must_be_read_whatever_their_bytes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "key").write_bytes(content := b"\xff" * secret_files.MAX_SIZE)
+    spec = secret_files.with_contents(folders.with_absolute(resolve({"secrets": {"KEY": "key"}})))
+    assert spec.contents["KEY"].encode(errors="surrogateescape") == content
+
+
 def test_secrets_of_a_list_must_be_variables_and_an_unusual_source_must_be_refused_without_its_value():
     assert resolve({"env": {"A": "x"}, "secrets": ["A"]}).files == {}
     assert resolve({"secrets": {"A": "env"}}, {"secrets.B": "file"}).files == {"A": "env", "B": "file"}

@@ -1,14 +1,32 @@
 """URLs of Git repositories, and their errors."""
 
 import os
+import re
 import shutil
 import subprocess
 
 import pytest
+from support.commanded import create
+from support.plans import HERE, plan
 
 from orchestrate.errors import ResourceError, UsageError
-from orchestrate.job import source
+from orchestrate.files.paths import JobPaths
+from orchestrate.job import source, store
 from orchestrate.job.layers import resolve
+from orchestrate.job.spec import JobSpec
+
+
+@pytest.fixture
+def repository(tmp_path, monkeypatch):
+    """A repository with one file."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    there = tmp_path / "there"
+    who = {f"GIT_{who}_{what}": "x@y" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
+    there.mkdir()
+    (there / "train.py").touch()
+    for arguments in ("init --quiet", "add .", "commit --quiet --message x"):
+        subprocess.run(["git", *arguments.split()], cwd=there, env=os.environ | who, check=True)
+    return there
 
 
 @pytest.mark.parametrize(
@@ -17,6 +35,7 @@ from orchestrate.job.layers import resolve
         ("git+https://host/a/b.git", "https://host/a/b.git", "HEAD", ""),
         ("git+https://me@host/a/b@v1", "https://me@host/a/b", "v1", ""),
         ("git+ssh://git@host/a@feature/x#sub/dir", "ssh://git@host/a", "feature/x", "sub/dir"),
+        ("git+ssh://git@host:22/a", "ssh://git@host:22/a", "HEAD", ""),
         ("git+file:///a/b@abc", "file:///a/b", "abc", ""),
     ],
 )
@@ -59,17 +78,32 @@ def test_an_error_of_git_must_be_shown_without_its_advice(tmp_path, monkeypatch)
         source.check_out(source.parsed("git+ssh://me@host/a"))
 
 
-def test_what_an_interrupted_checkout_has_left_must_not_prevent_a_later_one(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    there = tmp_path / "there"
-    who = {f"GIT_{who}_{what}": "x@y" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
-    there.mkdir()
-    (there / "train.py").touch()
-    for arguments in ("init --quiet", "add .", "commit --quiet --message x"):
-        subprocess.run(["git", *arguments.split()], cwd=there, env=os.environ | who, check=True)
-    repository = source.parsed(f"git+file://{there}")
-    folder = source.check_out(repository)
+def test_a_cache_that_cannot_be_used_and_a_missing_git_must_be_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(ResourceError, match="source: no git command on PATH"):
+        source.check_out(repository := source.parsed("git+https://host/a"))
+    shutil.rmtree(repository.cache)
+    repository.cache.touch()
+    with pytest.raises(ResourceError, match=f"source: cannot write to {repository.cache}: "):
+        source.check_out(repository)
+
+
+def test_changes_must_be_kept_without_secrets_and_up_to_a_limit(repository, tmp_path):
+    (repository / "train.py").write_text("login('hunter22')\n" + "x\n" * source.MAX_CHANGES)
+    paths, spec = create(JobPaths(tmp_path / "a-1")), JobSpec(env={"A_TOKEN": "hunter22"})
+    store.keep_changes(spec, plan(spec, HERE.but(code=str(repository), revision="a-dirty"), "a-1"), paths)
+    text = paths.patch.read_text()
+    assert "\n+login('***')\n" in text and re.search(r"\n\(and [0-9]+ more characters\)\n$", text)
+    assert len(text) < source.MAX_CHANGES + 100
+    store.keep_changes(spec, plan(spec, HERE.but(code=str(repository), revision="a"), "a-1"), paths)
+    assert not paths.patch.exists()
+
+
+def test_what_an_interrupted_checkout_has_left_must_not_prevent_a_later_one(repository):
+    where = source.parsed(f"git+file://{repository}")
+    folder = source.check_out(where)
     (folder.parent / f".{folder.name}").mkdir()  # as if this run had ended before it renamed the folder
     (folder.parent / f".{folder.name}" / "half").touch()
     shutil.rmtree(folder)
-    assert source.check_out(repository) == folder and os.listdir(folder) == ["train.py"]
+    assert source.check_out(where) == folder and os.listdir(folder) == ["train.py"]

@@ -116,12 +116,13 @@ def test_code_that_the_nodes_cannot_read_must_be_refused_with_a_hint(answers, da
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="must be root for nodes of another user")
-def test_only_the_folders_of_nodes_must_belong_to_their_user(tmp_path):
+@pytest.mark.parametrize(("engine", "owner"), [("docker", (7, 8)), ("process", (0, 0))])
+def test_only_the_folders_of_nodes_in_containers_must_belong_to_their_user(tmp_path, engine, owner):
     paths = JobPaths(tmp_path / "a-1")
     spec = JobSpec(user="7:8")
-    store.create(spec, plan(spec, HERE, "a-1", 29500), paths)
+    store.create(spec, plan(spec, HERE.but(engine=engine), "a-1", 29500), paths)
     owned_by_nodes = {paths.shared, *paths.shared.iterdir()}
     assert {path.name for path in owned_by_nodes} == {"job", "logs", "checkpoints"}
     for path in (paths.root, *paths.root.iterdir(), *owned_by_nodes):
         status = path.lstat()
-        assert (status.st_uid, status.st_gid) == ((7, 8) if path in owned_by_nodes else (0, 0)), path
+        assert (status.st_uid, status.st_gid) == (owner if path in owned_by_nodes else (0, 0)), path

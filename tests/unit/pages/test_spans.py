@@ -127,6 +127,17 @@ def test_time_for_checkpoints_and_for_the_slowest_worker_must_not_count_as_runni
     assert found.goodput == pytest.approx(70.5 / 100) and found.not_counted == "saving and waiting"
 
 
+def test_time_of_repeated_steps_must_not_count_as_saving_or_waiting_too():
+    rows = [{"step": step, "save_seconds": 2.0, "rank_seconds": [1.0, 0.0]} for step in (1, 2, 1, 2)]
+    assert run(progress(rows, generations=2), 90.0).times == [
+        ("running the script", 40.0),
+        ("saving checkpoints", 4.0),
+        ("waiting for the slowest worker", 1.0),
+        ("repeating 2 steps after restarts", 45.0),
+        ("starting nodes and workers", 10.0),
+    ]
+
+
 @pytest.mark.parametrize("value", [1e9, -5.0, float("nan"), float("inf"), "1", True, None, [1e9]])
 def test_no_more_time_may_be_lost_than_there_was(value):
     rows = [{"step": 1, "save_seconds": value, "rank_seconds": [value, 0.0]}, {"step": 2, "rank_seconds": value}]

@@ -155,6 +155,29 @@ def test_a_plan_with_an_unknown_key_must_be_refused(paths):
         store.load(paths)
 
 
+def test_the_plan_of_another_job_and_a_missing_job_folder_must_be_refused(paths):
+    create(paths)
+    text = paths.plan.read_text()
+    records.write(paths.plan, text.replace('"a-1"', '"b-1"'))
+    with pytest.raises(UsageError, match="its plan belongs to 'b-1'"):
+        store.load(paths)
+    records.write(paths.plan, text)
+    shutil.rmtree(paths.shared)
+    with pytest.raises(UsageError, match="job is missing"):
+        store.load(paths)
+
+
+def test_a_job_folder_on_another_cluster_must_be_refused(paths):
+    for name in ("c-1/nodes", "c-2/nodes/a-1"):
+        (paths.root.parent / name).mkdir(parents=True)
+    create(paths, cluster="c-1")
+    assert store.load(paths)
+    paths.shared.unlink()
+    paths.shared.symlink_to("../c-2/nodes/a-1")
+    with pytest.raises(UsageError, match="job is not a folder"):
+        store.load(paths)
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", "7", '"succeeded"', "null", DEEP])
 def test_an_invalid_report_must_not_count_as_the_end_of_a_job(paths, text):
     create(paths)

@@ -39,7 +39,7 @@ def test_restarts_before_the_window_must_not_count():
     assert decide(JobSpec(restart_window=3600), at_its_edge) == Decision(True, "restart 2 of 3")
 
 
-@pytest.mark.parametrize("cause", ["script", "usage", "not started"])
+@pytest.mark.parametrize("cause", ["script", "usage", "not started", "GPU shared"])
 def test_a_permanent_failure_must_never_be_retried(cause):
     assert decide(JobSpec(), [failure(0, cause)]) == Decision(False, "this kind of failure is not retried")
 

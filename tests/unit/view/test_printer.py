@@ -1,6 +1,7 @@
 """The output of workers must be shown completely, in order, and short."""
 
 import json
+import os
 import re
 from collections import defaultdict
 
@@ -13,7 +14,7 @@ from support.scripted import Clock
 from orchestrate import console
 from orchestrate.job.logs import Follower, Line
 from orchestrate.job.spec import JobSpec
-from orchestrate.job.times import INTERVALS, Times, TimesWriter
+from orchestrate.job.times import Times, TimesWriter
 from orchestrate.view.printer import Printer, Style, brief, merged
 
 
@@ -89,17 +90,25 @@ def test_only_colors_may_reach_a_terminal():
 def test_times_of_lines_must_be_those_at_which_they_were_read(tmp_path):
     clock, path = Clock(), tmp_path / "times.jsonl"
     noting = TimesWriter(path, clock)
-    for seconds, offsets in [(0, {0: 10}), (0.1, {0: 20}), (9, {0: 30, 1: 5}), (20, {0: 30, 1: 5}), (30, {1: 9})]:
+    for seconds, offsets in [
+        (0, {0: 10}),
+        (0.1, {0: 20}),
+        (9, {0: 30, 1: 5}),
+        (20, {0: 30, 1: 5}),
+        (30, {1: 9}),
+        (40, {0: 30}),
+    ]:
         clock.now = 1000.0 + seconds
         noting.note(offsets)
-    assert path.read_text().count("\n") == 3  # not the second, too soon; not the fourth, nothing new
+    assert path.read_text().count("\n") == 3  # not the second, too soon; not the fourth and the last, nothing new
+    noting.note({1: 12}, end=True)
     clock.now = 2000.0
-    TimesWriter(path, clock).note({0: 50, 1: 9})  # another supervisor
+    TimesWriter(path, clock).note({0: 50, 1: 12})  # another supervisor
     times = Times(path)
     assert [times.at(0, offset) for offset in (0, 9, 10, 29, 30, 49, 50)] == [
         *(1000.0, 1000.0, 1009.0, 1009.0, 2000.0, 2000.0, None),
     ]
-    assert [times.at(1, offset) for offset in (0, 5, 9)] == [1009.0, 1030.0, None]
+    assert [times.at(1, offset) for offset in (0, 5, 9, 12)] == [1009.0, 1030.0, 1040.0, None]
     assert Times(tmp_path / "missing").at(0, 0) is None
     path.write_text('{"time": "x", "read": {"0": 1}}\n{"time": 1.5, "read": {"x": 1, "0": "y", "²": 5}}\n[]\nnull\n')
     with path.open("a") as file:
@@ -107,12 +116,21 @@ def test_times_of_lines_must_be_those_at_which_they_were_read(tmp_path):
     assert Times(path).notes == {}
 
 
-def test_the_file_of_times_must_not_grow_without_limit(tmp_path):
+@pytest.mark.parametrize(
+    ("size", "seconds", "count"),
+    [(0, 0.3, 2), (4 << 20, 1.9, 1), (4 << 20, 2.1, 2), (16 << 20, 29.0, 1), (64 << 20, 99.0, 0)],
+)
+def test_the_file_of_times_must_grow_more_slowly_the_larger_it_is(tmp_path, size, seconds, count):
     clock, path = Clock(), tmp_path / "times.jsonl"
+    path.touch()
+    os.truncate(path, size)  # by an earlier supervisor
     noting = TimesWriter(path, clock)
-    noting.size = INTERVALS[-1][0]
     noting.note({0: 1})
-    assert not path.exists()
+    clock.now += seconds
+    noting.note({0: 2})
+    with path.open("rb") as file:
+        file.seek(size)
+        assert file.read().count(b"\n") == count
 
 
 def test_sequences_of_colors_must_not_hide_a_secret_from_the_mask(paths):
