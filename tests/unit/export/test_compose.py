@@ -230,7 +230,7 @@ def test_a_node_must_have_no_extra_rights_and_must_not_look_like_an_orchestrated
         assert (node["cap_drop"], node["security_opt"]) == (["ALL"], ["no-new-privileges:true"])
         assert (node["read_only"], node["init"], node["restart"]) == (True, False, "no")
         assert node["labels"] == dict.fromkeys(only({}), "")  # by which `ps` and `stop` find jobs
-    assert "labels" not in exported()["networks"]["job"]
+    assert exported()["networks"] == {"job": {"driver_opts": {"com.docker.network.driver.mtu": 65535}}}
 
 
 def test_an_unsupported_time_limit_must_be_noted_in_the_file():

@@ -59,6 +59,16 @@ def test_a_second_recorder_must_continue_the_elapsed_seconds_of_the_job(path, cl
     assert [*map(events.to_line, second.events)] == kept(path)
 
 
+def test_the_time_between_the_end_of_a_job_and_its_resumption_must_not_count(path, clock):
+    end, resume = events.JobEnded(Outcome.STOPPED, ""), events.JobResumed()
+    for event, later in ((events.EngineBack(), 10), (end, 60), (resume, 10), (end, 60), (resume, 1), (end, 0)):
+        emit = Recorder(path, clock=clock)
+        emit(event)
+        emit.close()
+        clock.sleep(later)
+    assert [event["seconds"] for event in kept(path)] == [0.0, 10.0, 10.0, 20.0, 20.0, 21.0]
+
+
 def test_a_clock_that_was_set_back_must_not_give_negative_seconds(path, clock):
     path.write_text(json.dumps({"event": "engine_back", "time": clock.now + 3600, "seconds": 0.0}) + "\n")
     assert Recorder(path, clock=clock).seconds() == 0.0

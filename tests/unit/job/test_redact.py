@@ -195,6 +195,8 @@ def test_secrets_must_be_masked_in_data():
     hide = Mask({"HF_TOKEN": "canary-7c1"})
     data = {"config": {"token": "canary-7c1", "lr": 0.1}, "canary-7c1": [1, None, "x canary-7c1"], "loss": 2}
     assert hide.inside(data) == {"config": {"token": HIDDEN, "lr": 0.1}, HIDDEN: [1, None, f"x {HIDDEN}"], "loss": 2}
+    ours = [{"cause": "canary-7c1", "canary-7c1": ["canary-7c1"]}]
+    assert hide.inside(ours, ours=("cause",)) == [{"cause": "canary-7c1", "canary-7c1": [HIDDEN]}]
 
 
 def test_deeply_nested_data_must_be_truncated():
