@@ -190,6 +190,8 @@ def test_files_must_be_listed_in_name_order_and_within_limits(tmp_path, monkeypa
         (tmp_path / "a" / name).touch()
     assert job_folder.files("x") == (["x/a", "x/b", "x/c/d/e"], True)
     assert job_folder.files("none") == ([], True)
+    (tmp_path / "link").symlink_to(".")
+    assert Folder(tmp_path / "link", "a").files("x") == job_folder.files("x")  # only nodes' links are not followed
     monkeypatch.setattr(folder, "MAX_DEPTH", 1)
     assert job_folder.files("x") == (["x/a", "x/b"], True)
     monkeypatch.setattr(folder, "MAX_ENTRIES", 5)
@@ -252,9 +254,19 @@ def test_a_file_that_was_truncated_must_be_read_again_from_its_start(tmp_path):
     (tmp_path / "log").write_bytes(b"one\nan incomplete li")
     with (tmp_path / "log").open("rb") as file:
         assert list(read.new(file)) == [b"one"]
-        (tmp_path / "log").write_bytes(b"two\n")
-        read.near_end(file, 1000)
+        (tmp_path / "log").write_bytes(b"one\ntwo\n")
+        read.near_end(file, 5)
         assert list(read.new(file)) == [b"two"]
+
+
+def test_an_incomplete_line_must_not_be_joined_to_one_after_a_skipped_part(tmp_path):
+    read = lines.Lines()
+    (tmp_path / "log").write_bytes(b"one\nha")
+    with (tmp_path / "log").open("rb") as file:
+        assert list(read.new(file)) == [b"one"]
+        (tmp_path / "log").write_bytes(b"one\nhalf\nthree\nfour\n")
+        read.near_end(file, 6)
+        assert list(read.new(file)) == [b"four"]
 
 
 def test_a_read_must_stop_at_its_limit(tmp_path, monkeypatch):
@@ -321,19 +333,24 @@ def test_set_id_bits_must_be_removed_whatever_names_and_modes_a_job_uses(tmp_pat
     nest(job_folder, 100)
     for number in range(5):
         (job_folder / f".deep-{number}" / "full").mkdir(parents=True)
-    (job_folder / "program").touch()
-    (job_folder / "program").chmod(0o6755)
+    programs = [job_folder / "program", job_folder / "unreadable" / "program"]
+    programs[1].parent.mkdir()
+    for program in programs:
+        program.touch()
+        program.chmod(0o6755)
+    programs[1].parent.chmod(0o300)
     if closed_to:
         job_folder.chmod(0)
     if not ROOT or not closed_to:
         folder.harmless(job_folder)
     else:  # modes do not restrict root, so run it as another user
         os.chown(job_folder, 65534, 65534)
-        for _, _, names, here in os.fwalk(job_folder):
-            for name in names:
+        for _, folders, names, here in os.fwalk(job_folder):
+            for name in folders + names:
                 os.chown(name, 65534, 65534, dir_fd=here)
         tmp_path.chmod(0o755)
-        (job_folder / "program").chmod(0o6755)
+        for program in programs:
+            program.chmod(0o6755)
         if not (pid := os.fork()):
             os.chdir(tmp_path)  # as root, since only root can enter the folders above
             os.setgroups([])
@@ -344,7 +361,7 @@ def test_set_id_bits_must_be_removed_whatever_names_and_modes_a_job_uses(tmp_pat
             finally:
                 os._exit(0)
         os.waitpid(pid, 0)
-    assert stat.S_IMODE((job_folder / "program").stat().st_mode) == 0o755
+    assert [stat.S_IMODE(program.stat().st_mode) for program in programs] == [0o755] * 2
     store.remove(JobPaths(job_folder))
 
 

@@ -29,6 +29,7 @@ def other(tmp_path):
     """Another process that supervises the job."""
     held = tmp_path / "held"
     held.mkdir()
+    JobPaths(held).lock.write_text("of an earlier supervisor with a longer name")
     with supervised(held) as process:
         yield process
 

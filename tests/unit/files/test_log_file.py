@@ -3,6 +3,7 @@
 import logging
 import re
 import stat
+import time
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,16 @@ LOG = logging.getLogger("orchestrate.tests")
 
 def text(path) -> str:
     return path.read_text()
+
+
+@pytest.fixture
+def timezone(monkeypatch):
+    """A time zone other than UTC."""
+    with monkeypatch.context() as patched:
+        patched.setenv("TZ", "JST-9")
+        time.tzset()
+        yield
+    time.tzset()
 
 
 def test_a_job_must_have_a_log_that_only_its_user_can_read(paths):
@@ -72,6 +83,15 @@ def test_escape_sequences_and_forged_lines_must_not_be_logged(tmp_path):
         LOG.info("a\x1b[2J%s", "b\n2026-01-01T00:00:00.000Z INFO orchestrate: c")
     (line,) = text(tmp_path / "log").splitlines()
     assert line.endswith("INFO orchestrate.tests: ab\\n2026-01-01T00:00:00.000Z INFO orchestrate: c")
+
+
+def test_times_in_the_log_must_be_in_utc(tmp_path, timezone):
+    record = logging.makeLogRecord(
+        {"name": LOG.name, "levelno": logging.INFO, "msg": "x", "created": 0.0, "msecs": 0.0}
+    )
+    with log_file.kept(tmp_path / "log", str):
+        LOG.handle(record)
+    assert text(tmp_path / "log").startswith("1970-01-01T00:00:00.000Z ")
 
 
 def test_a_link_in_place_of_the_log_must_not_be_followed(tmp_path):

@@ -96,7 +96,19 @@ def test_writing_a_file_must_replace_a_link_and_not_its_target(paths):
     write_whole(paths.report, "ours")
     assert not paths.report.is_symlink() and paths.report.read_text() == "ours"
     assert (paths.root.parent / "secret").read_text() == SECRET
-    assert not list(paths.root.glob(".report.json*"))
+    with pytest.raises(IsADirectoryError):
+        write_whole(paths.shared, "ours")
+    assert not list(paths.root.glob(".*"))
+
+
+def test_a_folder_in_place_of_a_file_must_be_moved_away_and_the_file_be_readable_by_nodes(paths):
+    paths.fence.mkdir()
+    mask = os.umask(0o022)
+    try:
+        paths.folder.write(paths.fence.name, "1")
+    finally:
+        os.umask(mask)
+    assert paths.fence.read_text() == "1" and stat.S_IMODE(paths.fence.stat().st_mode) == 0o644
 
 
 def test_a_folder_must_not_be_opened_as_a_file(paths):
@@ -122,8 +134,8 @@ def test_the_files_of_a_job_must_be_readable_by_their_owner_alone(paths):
 
 def test_the_folders_of_a_job_must_be_created_only_once(tmp_path):
     job = JobPaths(tmp_path / "not" / "yet" / "there")
-    job.create()
-    assert {path.name for path in job.root.iterdir() if path.is_dir()} == {"job", "logs", "checkpoints"}
+    job.create(work=True)
+    assert {path.name for path in job.root.iterdir() if path.is_dir()} == {"job", "logs", "checkpoints", "work"}
     with pytest.raises(FileExistsError):
         job.create()
 

@@ -52,6 +52,8 @@ def test_a_record_must_be_readable_by_its_user_alone(kept, run):
     assert (bytes.fromhex(found.key), found.secrets) == (KEY, {"HF_TOKEN": "canary-1"})
     records.end(run)
     assert (records.need(run).key, records.need(run).secrets) == ("", {"HF_TOKEN": "canary-1"})
+    records.reopen(run, KEY)
+    assert records.need(run).key == KEY.hex()
     records.forget(run)
     assert records.find(run) is None and not [*kept.iterdir()]
     records.forget(run), records.end(run)  # no record exists
@@ -185,6 +187,14 @@ def test_records_of_removed_folders_must_be_removed_except_those_of_other_machin
     assert records.find(gone) is None
 
 
+def test_using_a_record_must_leave_no_file_open(kept, run):
+    before = len(os.listdir("/proc/self/fd"))
+    records.make(run, KEY)
+    (run / "job").mkdir()
+    assert records.inode_in(run, "job") == (run / "job").stat().st_ino
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
 def test_a_damaged_record_must_be_ignored(kept, run):
     records.make(run, KEY)
     (file,) = kept.iterdir()
@@ -201,8 +211,8 @@ def test_a_damaged_record_must_be_ignored(kept, run):
 
 def test_the_record_of_a_job_must_be_removed_with_its_files(do: Commands, kept):
     for name, command in (("a-1", ["rm", "a-1"]), ("c-1", ["down", "c-1"])):
-        create(JobPaths(do.runs / name), SPEC, cluster=name if name == "c-1" else "")
-        assert len([*kept.iterdir()]) == 1
+        paths = create(JobPaths(do.runs / name), SPEC, cluster=name if name == "c-1" else "")
+        assert len([*kept.iterdir()]) == 1 and records.need(paths.root).secrets == {"HF_TOKEN": "canary-1"}
         assert do(*command)[0] == 0 and not [*kept.iterdir()]
 
 
@@ -286,7 +296,9 @@ def test_secrets_must_be_read_from_the_record(tmp_path):
 def test_a_file_must_stay_valid_if_its_next_version_cannot_be_written(run, kept, monkeypatch):
     records.make(run, KEY)
     path = run / "report.json"
-    records.write(path, "old")
+    for text in ("oldest", "older", "old"):
+        records.write(path, text)
+    assert not records.written(records.need(run), path.name, "oldest")
 
     def full(path: Path | str, *more: Any) -> None:
         if path == run / "report.json":

@@ -59,6 +59,20 @@ def test_lines_must_be_returned_once_and_whole(tmp_path):
     assert read(follower, end=True) == []
 
 
+def test_each_line_must_have_its_offset_in_the_log(tmp_path):
+    paths = JobPaths(tmp_path / "a-1")
+    paths.create()
+    follower = Follower(paths, [0])
+    paths.log(0).write_bytes(b"a\nbc\nhal")
+    assert [line.offset for line in follower.lines()] == [0, 2]
+    with paths.log(0).open("ab") as file:
+        file.write(b"f\nrest")
+    assert [line.offset for line in follower.lines(end=True)] == [5, 10]
+    late = Follower(paths, [0])
+    late.skip(5)
+    assert [line.offset for line in late.lines(end=True)] == [10]
+
+
 def test_lines_must_not_repeat_when_other_ranks_are_followed(tmp_path):
     paths = JobPaths(tmp_path / "a-1")
     paths.create()

@@ -99,7 +99,7 @@ def test_read_access_must_be_derived_from_the_mode(tmp_path, mode, kind, readers
     user, group = status.st_uid or 77, status.st_gid
     if not status.st_uid:
         os.chown(path, user, group)
-    identities = {"owner": (user, 5), "group": (5, group), "other": (5, 5), "root": (0, 0)}
+    identities = {"owner": (user, group), "group": (5, group), "other": (5, 5), "root": (0, 0)}
     assert {name for name, (uid, gid) in identities.items() if users.can_read(path, uid, gid)} == readers
 
 
