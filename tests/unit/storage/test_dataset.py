@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from support.object_stores import URL, Server
 
-from orchestrate.errors import StorageError
+from orchestrate.errors import StorageError, StorageLost
 from orchestrate.job.folders import cached_data
 from orchestrate.storage import dataset
 from orchestrate.storage.store import open_store
@@ -105,12 +105,40 @@ def objects(bucket, monkeypatch):
 
 
 def test_a_file_and_a_folder_must_be_able_to_replace_each_other_and_no_empty_folder_stay(objects):
-    for now in ({"a": "1", "b/c/d": "2"}, {"a/x/y": "3", "b": "4"}, {"a": "5"}):
+    for now in ({"a": "1", "b/c/d": "2"}, {"a/x/y": "3", "b": "4"}, {"a": "5"}, {"a": "6"}):
         objects.clear()
         objects.update(now)
         dataset.fetch(open_store(URL), lambda files, size: None)
         assert fetched() == now
     assert os.listdir(cached_data(URL)) == ["a"]
+
+
+def test_an_outage_must_be_reported_before_a_file_is_tried_again(objects, monkeypatch):
+    monkeypatch.setattr("orchestrate.storage.fetch.RETRY_INTERVAL", 0.0)
+    objects.update({"a": "1"})
+    store, outages = open_store(URL), []
+    read = store.read
+
+    def fails_once(key: str):
+        if not outages:
+            raise StorageLost("down")
+        return read(key)
+
+    store.read = fails_once
+    assert dataset.fetch(store, lambda files, size: None, outages.append) == (1, 1) and str(outages[0]) == "down"
+
+
+def test_an_object_that_marks_a_folder_must_be_ignored(objects):
+    objects.update({"a/": "", "a/b": "1"})
+    assert dataset.fetch(open_store(URL), lambda files, size: None) == (1, 1)
+
+
+def test_a_cache_that_cannot_be_created_must_be_reported(objects, tmp_path):
+    objects.update({"a": "1"})
+    (tmp_path / "cache").touch()
+    with pytest.raises(StorageError, match=f"cannot fetch {URL} into {tmp_path}/cache/.*: Not a directory") as caught:
+        dataset.fetch(open_store(URL), lambda files, size: None)
+    assert caught.value.hint == "set XDG_CACHE_HOME"
 
 
 def test_nodes_of_another_user_must_be_able_to_read_the_data_despite_a_umask(objects):

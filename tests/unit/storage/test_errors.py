@@ -150,10 +150,9 @@ def test_an_endpoint_that_is_down_must_be_named(rclone):
     assert "AWS_ENDPOINT_URL" in error.hint
 
 
-@pytest.mark.parametrize("action", ["put", "list"])
-def test_a_store_that_does_not_answer_must_count_as_lost(rclone, monkeypatch, action):
-    for name in ("REQUEST_TIMEOUT", "READ_TIMEOUT"):
-        monkeypatch.setattr(f"orchestrate.storage.store.{name}", timedelta(seconds=0.2))
+@pytest.mark.parametrize(("action", "limit"), [("put", "REQUEST_TIMEOUT"), ("list", "READ_TIMEOUT")])
+def test_a_store_that_does_not_answer_must_count_as_lost(rclone, monkeypatch, action, limit):
+    monkeypatch.setattr(f"orchestrate.storage.store.{limit}", timedelta(seconds=0.2))
     store = open_store("s3://bucket/x")
     rclone.hang()
     with ThreadPoolExecutor(1) as pool:
@@ -192,8 +191,24 @@ def test_a_secret_in_a_librarys_message_must_not_be_repeated(monkeypatch):
         assert not [secret for secret in ("c2Vj", "pw1234", "abcdef") if secret in error]
 
 
-def test_a_long_message_of_a_library_must_be_cut():
-    assert len(str(explained("s3://b/x", "key", "Generic S3 error: " + "x" * 10_000))) < 400
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ("400 Bad Request: <Error><Code>ExpiredToken</Code></Error>", "az://c/p/key: access denied (ExpiredToken)"),
+        ("404 Not Found: <Error><Code>ContainerNotFound</Code></Error>", "az://c/p: the bucket does not exist"),
+        ("404 Not Found: ", "az://c/p/key does not exist"),
+    ],
+)
+def test_the_answer_of_a_store_must_be_explained(answer, message):
+    text = "Generic Azure error: Error performing GET https://a.net/c/p in 1s - Server returned non-2xx status code: "
+    assert str(explained("az://c/p", "key", text + answer)) == message
+
+
+@pytest.mark.parametrize("length", [10_000, 280])
+def test_a_long_message_of_a_library_must_be_cut_but_not_within_a_secret(monkeypatch, length):
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+    message = str(explained("s3://b/x", "key", f"Generic S3 error: {'x' * length}{SECRET}"))
+    assert len(message) < 400 and SECRET[:5] not in message
 
 
 class Strict(BaseHTTPRequestHandler):

@@ -10,7 +10,7 @@ import pytest
 from support.object_stores import Trigger, fetched
 
 from orchestrate.errors import StorageError
-from orchestrate.files.folder import MAX_DEPTH
+from orchestrate.files.folder import MAX_DEPTH, Folder
 from orchestrate.node.trees import clear
 from orchestrate.storage import manifest as manifests
 from orchestrate.storage import scan as scans
@@ -157,6 +157,18 @@ def test_a_file_that_cannot_be_read_must_not_be_part_of_a_whole_copy(store, save
         assert mirror.state.skipped == ("'checkpoints/locked.pt' cannot be read: Permission denied",)
     monkeypatch.undo()
     assert fetched(store, elsewhere) == ({} if whole else {"state.pt": b"1"})
+
+
+def test_a_folder_that_cannot_be_read_must_not_look_empty(saved):
+    class Closed(Folder):
+        def opened(self, below="", make=False):
+            if below == "checkpoints/locked/":
+                raise PermissionError(13, "Permission denied")  # root can read every folder
+            return super().opened(below, make)
+
+    saved.write("locked/a", b"1")
+    with pytest.raises(PermissionError, match="Permission denied: 'checkpoints/locked/'"):
+        scans.scan(Closed(saved.folder.parent, saved.folder.name), "checkpoints")
 
 
 def test_too_many_files_must_be_refused_rather_than_copied_in_part(store, saved, monkeypatch):

@@ -1,5 +1,6 @@
 """Copies of checkpoints in an object store: complete, consistent, and continued after any interruption."""
 
+import hashlib
 import itertools
 import os
 
@@ -10,7 +11,7 @@ from support.optional import not_none
 from orchestrate.errors import StorageError
 from orchestrate.storage.content import Changed, Content
 from orchestrate.storage.fetch import never
-from orchestrate.storage.manifest import contents, newest
+from orchestrate.storage.manifest import contents, key_of, newest
 from orchestrate.storage.mirror import Conflict
 from orchestrate.storage.scan import Facts
 from orchestrate.storage.store import open_store
@@ -63,8 +64,8 @@ def test_a_file_must_be_copied_only_once_it_has_settled(tmp_path, saved, elsewhe
     assert not mirror.sync(never)
     path.write_bytes(b"complete")
     assert not mirror.sync(never)
-    assert newest(store) is None
-    assert mirror.sync(never)
+    assert newest(store) is None and (mirror.state.pending_files, mirror.state.pending_bytes) == (1, 8)
+    assert mirror.sync(never) and not mirror.state.complete  # more may be written
     assert fetched(store, elsewhere) == {"state.pt": b"complete"}
 
 
@@ -144,6 +145,15 @@ def test_a_file_that_is_too_large_for_the_usual_parts_must_be_copied_in_larger_o
     assert version.size == 16 * MIB and '-2"' in version.tag  # as S3 marks objects of two parts
 
 
+def test_an_object_that_is_replaced_must_have_another_tag(tmp_path):
+    store = open_store(f"file://{tmp_path}/store")
+    store.put("a", b"1")
+    (before,) = store.versions()
+    store.put("a", b"2")
+    (after,) = store.versions()
+    assert before.size == after.size and before.tag != after.tag
+
+
 def test_other_objects_below_the_prefix_must_be_left_alone(store, saved):
     store.put("files/photo.jpg", b"the user's")
     store.put("manifests/readme.txt", b"the user's")
@@ -173,7 +183,15 @@ def test_equal_content_must_be_copied_once(tmp_path, saved, elsewhere):
     os.rename(saved.path / "last.pt", saved.path / "older")
     os.rename(saved.path / "older", saved.path / "last.pt")
     mirror.sync(never, final=True)
-    assert mirror.state.files == 1
+    assert (mirror.state.files, mirror.state.bytes) == (1, len(b"the same"))
+
+
+def test_an_object_that_was_cut_short_must_be_uploaded_again(tmp_path, saved, elsewhere):
+    store = open_store(f"file://{tmp_path}/store")
+    saved.write("state.pt", b"whole")
+    store.put(key_of("state.pt", hashlib.sha256(b"whole").hexdigest()), b"who")
+    saved.copy(store)
+    assert fetched(store, elsewhere) == saved.files()
 
 
 def test_files_that_a_manifest_names_must_not_be_read_again_by_another_process(tmp_path, saved):

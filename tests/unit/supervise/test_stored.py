@@ -20,6 +20,7 @@ from orchestrate.job.recorder import Recorder
 from orchestrate.job.report import Copied
 from orchestrate.job.spec import JobSpec
 from orchestrate.storage.mirror import Mirror, State
+from orchestrate.node.ranks import FENCE
 from orchestrate.storage.output import MAX_FAILURES, upload
 from orchestrate.storage.parallel import AT_ONCE
 from orchestrate.storage.store import open_store
@@ -52,17 +53,19 @@ def test_a_store_must_be_checked_for_problems_while_workers_run(job):
 
 
 def test_a_file_that_the_store_refuses_must_keep_no_other_from_being_copied(tmp_path):
-    job, out = tmp_path / "run" / "job", tmp_path / "out"
+    job, out = tmp_path / "run" / "job", tmp_path / "my out"
     job.mkdir(parents=True)
-    for name in ("a\x01", "a\n", "b#1", *map(str, range(20))):
+    for name in (FENCE, "a\x01", "a\n", "b#1", *map(str, range(20))):
         (job / name).write_text(name)
     store, done = open_store(out.as_uri()), set()
     with pytest.raises(StorageError, match="b#1"):
         upload(store, Folder(job.parent, "job"), "j", done, lambda: False)
     assert sorted(path.name for path in out.glob("j/*")) == sorted(done) == sorted(map(str, range(20)))
     (job / "b#1").unlink()
+    (out / "j" / "0").unlink()
     skipped = upload(store, Folder(job.parent, "job"), "j", done, lambda: False)
     assert set(skipped.values()) == {"its name has characters that cannot be printed"} and len(skipped) == 2
+    assert not (out / "j" / "0").exists()  # a file that is done is not copied again
 
 
 def test_a_store_that_refuses_every_file_must_not_be_asked_for_all_of_them(tmp_path):
