@@ -99,14 +99,14 @@ def managed(stub, paths, clock):
     return settled(paths.shared, JobSpec(trainers=2), clock)
 
 
-@pytest.mark.parametrize(("encrypt", "options"), [(False, {}), (True, {"encrypted": ""})])
-def test_a_job_must_have_its_own_network_which_is_created_once(stub, paths, encrypt, options):
-    spec = JobSpec(trainers=2, encrypt=encrypt)
+@pytest.mark.parametrize(("key", "options"), [("", {}), ("encrypt", {"encrypted": ""}), ("isolated", {})])
+def test_a_job_must_have_its_own_network_which_is_created_once(stub, paths, key, options):
+    spec = JobSpec(trainers=2, encrypt=key == "encrypt", isolated=key == "isolated")
     for _ in range(2):  # a supervisor that takes the job over finds it
         settled(paths.shared, spec)
     (network,) = stub.overlays()
     assert (network["Name"], network["Driver"], network["Attachable"]) == ("j_job", "overlay", True)
-    assert (network["Options"] or {}) == options
+    assert ((network["Options"] or {}), network.get("Internal", False)) == (options, key == "isolated")
     labels = {"orchestrate.job": "j", "orchestrate.run": str(paths.shared), "orchestrate.owner": str(os.getuid())}
     assert network["Labels"] == labels
 
@@ -196,6 +196,15 @@ def test_a_service_must_use_the_local_image_and_have_the_labels_of_the_job(stub,
         assert "orchestrate/node/__main__.py" in archive.getnames() and KEY not in given
 
 
+def test_a_local_image_must_be_used_by_its_id_and_its_volumes_be_emptied(stub, managed):
+    get, image = stub.get, {"Id": "sha256:1", "RepoDigests": [], "Config": {"Volumes": {"/data": {}}}}
+    stub.get = lambda kind, name, query: image if kind == "images" else get(kind, name, query)
+    scale(managed, "trainer", 1)
+    node = stub.services[0]["Spec"]["TaskTemplate"]["ContainerSpec"]
+    (wiped,) = [item for item in node["Env"] if item.startswith("NODE_WIPE=")]
+    assert node["Image"] == "sha256:1" and wiped.endswith(" /data")
+
+
 def test_adding_nodes_must_leave_existing_nodes_alone(stub, managed):
     for more in (2, 1, 0, -1):
         scale(managed, "trainer", more)
@@ -240,7 +249,10 @@ def test_all_objects_of_a_job_must_be_removed_and_no_others(stub, managed, paths
     assert names == expected
     managed.manager.remove("j", 0.0)
     assert not managed.manager.objects("j") and len(managed.manager.objects("x")) == 4
-    assert any("DELETE /containers" in request and "force=True" in request for request in stub.asked)
+    assert any(
+        "DELETE /containers" in request and {"force=True", "v=True"} <= {*request.split("?")[1].split("&")}
+        for request in stub.asked
+    )
 
 
 def test_the_removal_of_an_object_in_use_must_be_retried_and_its_failure_reported(stub, managed, clock, monkeypatch):

@@ -95,7 +95,7 @@ def test_nodes_must_find_each_other_by_name_or_on_the_host_network_by_different_
 
 
 def test_a_node_must_have_minimal_privileges_and_start_only_once():
-    task = task_of(JobSpec(grace=60.0, constraints=["node.labels.gpu == a100"]))
+    task = task_of(JobSpec(grace=60.0, constraints=["node.labels.gpu == a100"], labels={"team": "vision"}))
     container = task["ContainerSpec"]
     assert (container["User"], container["ReadOnly"], container["Init"]) == ("7:8", True, False)
     assert (container["CapabilityDrop"], container["Privileges"]) == (["ALL"], {"NoNewPrivileges": True})
@@ -104,7 +104,8 @@ def test_a_node_must_have_minimal_privileges_and_start_only_once():
     assert (secret["SecretID"], secret["SecretName"]) == ("id", "digits-1-node")
     assert secret["File"] == {"Name": "node", "UID": "7", "GID": "8", "Mode": 0o400}
     assert container["StopGracePeriod"] == 70_000_000_000
-    assert container["Labels"] == labels.only({"orchestrate.role": "trainer"}) and container["Image"] == "image:1"
+    assert container["Labels"] == labels.only({"orchestrate.role": "trainer"}) | {"team": "vision"}
+    assert container["Image"] == "image:1"
     assert task["LogDriver"] == {"Name": "json-file", "Options": {"max-size": "50m", "max-file": "3"}}
     assert set(mounts(task)) == {"/tmp", "/var/tmp", "/dev/shm", "/run/orchestrate"}  # all folders that are writable
     for folder in ("/tmp", "/var/tmp"):

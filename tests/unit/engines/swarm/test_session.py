@@ -3,6 +3,7 @@
 import dataclasses
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.ends import KEY
@@ -51,7 +52,7 @@ def test_resources_of_hosts_must_be_counted_for_the_nodes_that_they_take(stub, c
     assert len(found.cores) == 8  # two nodes on each host, and the smaller one has four cores
     assert (found.engine, found.gpus, found.network) == ("swarm", ("NVIDIA-GPU",) * 4, "bridge")
     assert (found.job_dir, found.code, found.interface, found.master_addr) == ("/var/tmp/job", str(code), "", "")
-    assert (found.memory, found.hosts) == (8 << 30, 2)
+    assert (found.memory, found.hosts, found.sent) == (8 << 30, 2, True)
     second = Site(
         *SwarmEngine().inventory(JobSpec(constraints=["node.hostname==host-2"]), tmp_path / "j", run_image=False)
     )
@@ -70,11 +71,16 @@ def test_a_host_with_unknown_resources_must_count_as_one_core(stub, code, tmp_pa
     assert (found.cores, found.memory) == ((0,), 0)
 
 
+def test_nodes_must_import_the_modules_that_the_job_names(stub, code, tmp_path):
+    found = Site(*SwarmEngine().inventory(JobSpec(preload=["wave"]), tmp_path, run_image=False))
+    assert "wave" in found.preload
+
+
 def test_a_job_must_get_only_the_gpus_that_it_requests_and_its_files_on_the_volume(stub, code, tmp_path):
     stub.hosts = [host(1, gpus=2)]
     spec = JobSpec(gpus="none", volume="data", network="host")
     found = Site(*SwarmEngine().inventory(spec, tmp_path / "j" / "job", run_image=False))
-    assert (found.gpus, found.job_dir, found.network) == ((), "/shared/j", "host")
+    assert (found.gpus, found.job_dir, found.network, found.sent) == ((), "/shared/j", "host", False)
     assert "NVIDIA-GPU" in found.no_gpus
     spares = JobSpec(trainers=0, spares=1)
     assert (
@@ -86,8 +92,23 @@ def test_a_swarm_without_a_ready_host_must_be_reported(stub, code, tmp_path):
     stub.hosts = [host(1, availability="pause"), host(2, state="down")]
     with pytest.raises(ResourceError, match="no host of the Swarm is ready"):
         Site(*SwarmEngine().inventory(SPEC, tmp_path, run_image=False))
-    with pytest.raises(UsageError, match="pin"):
-        Site(*SwarmEngine().inventory(JobSpec(pin=True), tmp_path, run_image=False))
+
+
+UNSUPPORTED: dict[str, list[dict[str, Any]]] = {
+    "pin and share_gpus": [{"pin": True}, {"share_gpus": True}],
+    "keep": [{"keep": 60.0}],
+    "data and mounts": [{"data": "/data"}, {"mounts": ["/m:/m:ro"]}],
+    "ports, services and stdin": [{"ports": ["127.0.0.1:80:80"]}, {"services": "services.yml"}, {"stdin": True}],
+    "pip, requirements and dockerfile": [{"pip": ["numpy"]}, {"dockerfile": "Dockerfile"}],
+}
+
+
+@pytest.mark.parametrize(("names", "settings"), [(names, one) for names, all in UNSUPPORTED.items() for one in all])
+def test_settings_that_a_swarm_does_not_support_must_be_refused(stub, code, tmp_path, names, settings):
+    engine, spec = SwarmEngine(), JobSpec(**settings)
+    for action in (lambda: engine.prepare(spec, tmp_path), lambda: engine.inventory(spec, tmp_path, run_image=False)):
+        with pytest.raises(UsageError, match=f"^Docker Swarm does not support {names}$"):
+            action()
 
 
 def test_code_that_is_too_large_must_be_refused_before_anything_is_started(stub, code, tmp_path):

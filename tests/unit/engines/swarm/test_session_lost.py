@@ -175,9 +175,10 @@ def test_an_immediate_end_must_wait_a_few_seconds_for_files_and_keep_nodes_that_
     with pytest.raises(EngineError, match="not all files were copied"):
         engine.down(0, lambda: True)
     assert services and [*stub.services] == services
-    engine.sync = fake = sync()
+    engine.sync, waits = sync(), []
+    engine.sync.copy_all = lambda timeout, stopped: waits.append((timeout, stopped()))
     engine.down(0, lambda: True)
-    assert "copy_all" in fake.calls and fake.calls[-1] == "close" and not stub.services
+    assert waits == [(swarm.HURRIED_SYNC_TIMEOUT, False)] and not stub.services
 
 
 def test_files_of_nodes_that_were_never_reached_must_not_be_waited_for(engine, stub):

@@ -14,7 +14,7 @@ from orchestrate.engines.swarm import fetch
 from orchestrate.engines.swarm import sync as sync_module
 from orchestrate.engines.swarm.sync import FileSync
 from orchestrate.errors import EngineError
-from orchestrate.files.folder import MAX_DEPTH
+from orchestrate.files.folder import MAX_DEPTH, Folder
 from orchestrate.node import protocol
 from orchestrate.node.files import PIECE
 
@@ -137,7 +137,7 @@ def test_a_path_with_very_many_folders_must_be_skipped_and_named_and_others_copi
     assert found == {"d/f": b"2", f"{'d/' * MAX_DEPTH}f": b"3"}
     (text,) = sync.warnings()
     assert text.startswith("master: some files are not copied, such as 'd/d/") and len(text) < 200
-    assert sync.catch_up(20) and not sync.warnings()
+    assert sync.catch_up(20) and not sync.warnings() and not sync.warnings()
 
 
 def test_a_name_outside_the_locales_encoding_must_be_skipped_and_named_and_others_copied(folder, synced, monkeypatch):
@@ -192,6 +192,28 @@ def test_nodes_that_do_not_answer_must_be_reported_as_silent(folder, synced):
     nodes["trainer"].dead, nodes["master"].dead = False, True
     assert sync.catch_up(20) and sync.silent() == {"master"}
     assert nodes["master"].closed  # and a new connection is opened
+
+
+def test_what_could_not_be_copied_must_be_reported_until_it_is(folder, synced):
+    node, log = FakeNode(), folder / "logs" / "rank-0.log"
+    node.files, node.logs, node.refused = {"bad": b"1"}, {"logs/rank-0.log": b"2"}, {"bad"}
+    log.parent.mkdir()
+    log.symlink_to("gone")  # it must not be followed
+    sync = synced(master=node)
+    with pytest.raises(EngineError, match="^2 files could not be copied"):
+        sync.copy_all(20)
+    node.refused.clear(), log.unlink()
+    sync.copy_all(20)
+    assert ((folder / "bad").read_bytes(), log.read_bytes()) == (b"1", b"2")
+
+
+def test_what_a_killed_supervisor_has_left_must_not_prevent_a_copy(folder, synced):
+    for name in ("state.pt", "last"):
+        fetch.Fetch(Folder(folder.parent, folder.name), name, [1, 1, 1, 0o644]).file.close()
+    node = FakeNode()
+    node.files, node.links = {"state.pt": b"1"}, {"last": "state.pt"}
+    assert synced(master=node).catch_up(20)
+    assert target_of(folder / "last") == "state.pt" and {path.name for path in folder.iterdir()} == {"state.pt", "last"}
 
 
 def test_a_partially_copied_file_must_be_removed_when_copying_ends(folder):

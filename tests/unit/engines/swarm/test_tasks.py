@@ -39,6 +39,16 @@ def test_the_reason_why_a_new_task_does_not_start_must_be_reported(stub, managed
         assert managed.refusal(set(), impatient)[0] == "host-1 has no image image:1"
 
 
+def test_a_task_whose_container_does_not_start_must_be_replaced_once_by_one_of_its_role(stub, managed):
+    for role in ("trainer", "master"):
+        scale(managed, role, 1)
+    stub.task("master")["Status"] = {"State": "failed", "Err": "starting container failed: device busy"}
+    old = {"t9"}
+    assert managed.replace(old) and old == {"t1", "t9"}
+    assert [task["role"] for task in stub.tasks] == ["trainer", "master", "master"]
+    assert not managed.replace(old)
+
+
 def test_the_newest_of_the_tasks_of_a_node_must_count(stub, managed):
     scale(managed, "trainer", 1)
     stub.place(stub.services[0], 1)

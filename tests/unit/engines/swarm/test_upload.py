@@ -15,7 +15,7 @@ from support.uploads import sparse
 from orchestrate.engines.connection import NodeConnection
 from orchestrate.engines.swarm import upload
 from orchestrate.engines.swarm.sync import OWN
-from orchestrate.engines.swarm.upload import code_files, packed, send_archive, written_files
+from orchestrate.engines.swarm.upload import code_files, on_each, packed, send_archive, written_files
 from orchestrate.errors import ResourceError, UsageError
 from orchestrate.node import protocol
 from orchestrate.node.files import PIECE, Files, digest
@@ -119,6 +119,28 @@ def test_an_archive_must_be_sent_in_pieces_with_its_digest_in_the_last_one(tmp_p
     with tarfile.open(fileobj=io.BytesIO(node.content)) as archive:
         assert archive.getnames() == ["folder/inside", "large"]
         assert not_none(archive.extractfile("large")).read() == (tmp_path / "large").read_bytes()
+
+
+class Link:
+    """A connection to a node that may be gone."""
+
+    def __init__(self, node: str) -> None:
+        self.node, self.closed = node, False
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_a_node_that_is_gone_must_be_reported_and_no_connection_stay_open():
+    links = {name: Link(name) for name in ("master", "trainer-1")}
+
+    def act(link: NodeConnection) -> None:
+        if cast(Link, link).node == "master":
+            raise ConnectionResetError("reset")
+
+    errors = on_each(links, lambda node: cast(NodeConnection, links[node]), act)
+    assert {node: str(error) for node, error in errors.items()} == {"master": "cannot send files to master: reset"}
+    assert all(link.closed for link in links.values())
 
 
 def test_files_that_disappear_while_they_are_packed_must_be_reported(tmp_path):
