@@ -12,7 +12,8 @@ from support.mnist import COUNT
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from app import data, shards
+from app import data, shards, train
+from app.job import Job
 from app.model import build
 from app.shards import Shards, assigned
 
@@ -112,6 +113,7 @@ def test_data_sets_must_be_cached_in_the_users_cache_folder(monkeypatch, cache, 
 @pytest.mark.parametrize("download", [False, True])
 @pytest.mark.parametrize(("name", "kind"), [("mnist", "MNIST"), ("cifar10", "CIFAR10")])
 def test_a_data_set_must_be_downloaded_only_on_request(monkeypatch, tmp_path, name, kind, download):
+    monkeypatch.setenv("JOB_DIR", str(tmp_path / "job"))
     calls: list[tuple[str, bool, bool]] = []
 
     class Found:
@@ -122,9 +124,10 @@ def test_a_data_set_must_be_downloaded_only_on_request(monkeypatch, tmp_path, na
             calls.append((folder, train, download))
 
     monkeypatch.setattr(f"torchvision.datasets.{kind}", Found)
-    images, labels, _, _ = data.load(name, tmp_path, download)
+    monkeypatch.setattr(sys, "argv", ["train", "--dataset", name, "--data", str(tmp_path), *["--download"] * download])
+    samples = train.Samples(Job(), train.arguments())
     assert calls == [(str(tmp_path), True, download), (str(tmp_path), False, download)]
-    assert (images.shape, labels.tolist()) == ((4, 1, 28, 28), [1, 2, 3, 4])
+    assert (samples.images.shape, samples.labels.tolist()) == ((4, 1, 28, 28), [1, 2, 3, 4])
 
 
 @pytest.mark.parametrize(

@@ -200,7 +200,7 @@ def test_a_checkpoint_of_another_job_must_be_refused_with_the_difference(small, 
 
 
 @pytest.mark.parametrize(("at", "saved"), [(2, 7), (7, 7), (8, 10), (13, 14)])
-def test_a_worker_must_save_its_last_step_on_sigterm_and_exit_with_143(small, monkeypatch, at, saved):
+def test_a_worker_must_save_its_last_step_on_sigterm_and_exit_with_143(small, monkeypatch, capsys, at, saved):
     steps = iter(range(1, 100))
 
     def average(self) -> None:
@@ -215,6 +215,7 @@ def test_a_worker_must_save_its_last_step_on_sigterm_and_exit_with_143(small, mo
     with pytest.raises(SystemExit) as ended:
         small("--epochs", "3")
     assert ended.value.code == STOPPED == 143
+    assert capsys.readouterr().out.endswith(f"stopped by SIGTERM: saved at step {saved}\n")
     folder = os.path.realpath(f"{os.environ['JOB_DIR']}/checkpoints/last")
     state, manifest = checkpoint.load(train.Path(folder))
     assert manifest["step"] == saved

@@ -71,8 +71,9 @@ def test_all_workers_together_must_evaluate_the_saved_weights_on_every_image_onc
     net.load_state_dict(weights(tmp_path))  # with the statistics of rank 0
     with torch.no_grad():
         output = net(data.normalised(images, torch.float64))
-    *_, epoch, save = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    *_, pace, epoch, save = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
     assert save["save_seconds"] > 0
+    assert len(pace["rank_seconds"]) == 2 and min(pace["rank_seconds"]) > 0
     assert epoch["test_loss"] == pytest.approx(float(F.cross_entropy(output, labels)), rel=1e-9)
     assert epoch["test_accuracy"] == int((output.argmax(1) == labels).sum()) / len(labels)
 

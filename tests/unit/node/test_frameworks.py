@@ -2,6 +2,7 @@
 
 import re
 
+import pytest
 from support.repo import ROOT
 
 from orchestrate.node import frameworks
@@ -23,5 +24,8 @@ def test_a_single_worker_must_be_left_to_its_framework():
     assert frameworks.variables(1, 1, on_gpus=False) == {}
 
 
-def test_several_workers_on_one_node_must_find_each_other():
-    assert frameworks.variables(1, 2, on_gpus=True).items() >= {"PL_TRAINER_NUM_NODES": "1", "LT_DEVICES": "2"}.items()
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_workers_must_be_counted_by_node_and_nodes_by_job(nodes):
+    found = frameworks.variables(nodes, 3, on_gpus=True)
+    assert {name for name, value in found.items() if value == "3"} == {"PL_TRAINER_DEVICES", "LT_DEVICES", "LOCAL_SIZE"}
+    assert [found[name] for name in ("PL_TRAINER_NUM_NODES", "LT_NUM_NODES")] == [str(nodes)] * 2

@@ -86,6 +86,7 @@ def node(tmp_path):
 
 
 MASK4, MASK6 = "255.255.255.255", "ffff:" * 7 + "ffff"
+BOTH = (f"{V4}/{MASK4}", f"{V6}/{MASK6}")
 ALL = [f"tcp/{address}/{PORT}" for address in (V4, V6, "10.98.0.1", "fd98::1")] + [f"udp/fe80::1/{PORT}"]
 
 
@@ -142,7 +143,7 @@ def test_the_host_must_reach_a_node_only_from_addresses_that_the_node_may_reach(
     node.space.listen("0.0.0.0", PORT)
     node.space.listen("::", PORT)
     places = [f"tcp/{address}/{PORT}" for address in ("10.99.0.2", "fd99::2")]
-    for blocked, refused in (((), ()), ((f"{V4}/{MASK4}",), (0,)), ((f"{V4}/{MASK4}", f"{V6}/{MASK6}"), (0, 1))):
+    for blocked, refused in (((), ()), (BOTH[:1], (0,)), ((*BOTH, "tcp:1"), (0, 1)), ((*BOTH, f"tcp:{PORT}"), ())):
         node.filter(*blocked)
         found = node.host.run(sys.executable, "-c", TRY, *places).split()
         assert [result in REFUSED for result in found] == [number in refused for number in range(2)], found

@@ -9,7 +9,8 @@ from support.messages import DEFAULTS, encoded, fields, message
 
 from orchestrate.node.protocol import REPORTS, encode, report
 
-BUSY = fields("status", codes={"0": 0}, hints={"0": "oom"}, running={"1": {}}, tags={"/job": "ab"})
+USE = {"exchanged": 7, "connected": 1.0, "sampled": 2.0, "gpu": False, "torch": True, "version": "2.9.1+cpu"}
+BUSY = fields("status", codes={"0": 0}, hints={"0": "oom"}, running={"1": {}}, tags={"/job": "ab"}, uses={"0": USE})
 
 
 @pytest.mark.parametrize("say", DEFAULTS)
@@ -69,6 +70,7 @@ def test_a_message_with_a_field_of_a_wrong_type_must_be_refused(say, field, valu
         {"running": {"1": {"pid": 7, "state": 1, "cpu": 1.0}}},
         {"running": {"1": {"pid": 7, "state": "RR", "cpu": 1.0}}},
         {"running": {"1": {"pid": 7, "state": "R", "cpu": float("inf")}}},
+        {"running": {"1": {"pid": 7, "state": "R", "cpu": 1.0, "memory": -1}}},
         {"running": {"1": 7}},
         {"running": {"one": {"pid": 7, "state": "R", "cpu": 1.0}}},
         {"codes": {"": 0}},
@@ -79,12 +81,23 @@ def test_a_message_with_a_field_of_a_wrong_type_must_be_refused(say, field, valu
         {"generation": -2},
         {"generation": True},
         {"time": True},
+        {"uses": {"one": USE}},
+        {"uses": {"0": {}}},
+        *({"uses": {"0": USE | wrong}} for wrong in ({"exchanged": -1}, {"connected": "1"}, {"sampled": float("inf")})),
+        *({"uses": {"0": USE | wrong}} for wrong in ({"gpu": 1}, {"torch": None}, {"version": "\x1b[31m"})),
+        {"uses": {"0": USE | {"version": "2" * 41}}},
     ],
 )
 def test_a_status_with_invalid_worker_fields_must_be_refused(facts):
     assert report(json.dumps(BUSY).encode()).codes == BUSY["codes"]
     with pytest.raises(ValueError):
         report(json.dumps(BUSY | facts).encode())
+
+
+@pytest.mark.parametrize("facts", [{"code": 256}, {"use": {}}, {"use": USE | {"torch": 1}}])
+def test_an_end_with_an_impossible_value_must_be_refused(facts):
+    with pytest.raises(ValueError):
+        report(encoded("ended", **facts))
 
 
 @pytest.mark.parametrize("facts", [[0, -1, 1, 0], [1, 1 << 92, 1 << 64, 0o7777]])

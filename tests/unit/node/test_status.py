@@ -15,7 +15,7 @@ from kubeflow_trainer_api import models
 from support.loops import ManualLoop
 
 from orchestrate.node.loop import Loop
-from orchestrate.node.status import MAX_CLIENTS, MAX_REQUEST, TIMEOUT, TOKEN, URL, StatusServer
+from orchestrate.node.status import MAX_CLIENTS, MAX_METRICS, MAX_REQUEST, TIMEOUT, TOKEN, URL, StatusServer
 
 
 @pytest.fixture
@@ -105,7 +105,15 @@ def test_anything_else_must_be_answered_and_write_nothing(status, body, answer):
     assert status.server.clients == []
 
 
+def test_only_so_many_metrics_must_be_written_of_a_post_and_remembered(status):
+    posts = [request(0, **{f"m-{number}-{i}": 1 for i in range(MAX_METRICS + 1)}) for number in range(11)]
+    assert {status.post(post) for post in [*posts[:9], posts[0], *posts[9:], posts[0]]} == {200}
+    rows = status.rows()
+    assert [len(row) for row in rows] == [MAX_METRICS] * 12 and rows[-1] == rows[0]  # not the first repetition
+
+
 def test_a_post_without_the_token_must_be_refused(status):
+    assert status.server.server.getsockname()[0] == "127.0.0.1"
     assert [status.post(request(0, loss=1), token=token) for token in ("", "x", "ü")] == [401] * 3
     assert status.answered(lambda connection: connection.request("GET", "/")) == 401
     assert status.rows() == []

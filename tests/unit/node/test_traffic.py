@@ -96,10 +96,12 @@ def test_bytes_between_two_workers_must_count_for_both_and_those_to_itself_for_n
     first = start(LISTEN)
     second = start(CONNECT, line(first))
     assert (line(first), line(second)) == ("sent", "received")
-    node = Traffic(Timers(), lambda: {0: first.pid, 1: second.pid})
-    node.sample()
+    node = Traffic(Timers(), lambda: {0: first.pid, 1: second.pid, 2: 0})  # rank 2 waits to be started
+    while not (use := node.use(1)) or not use.sampled:  # until the precision of times is reached
+        node.sample()
     uses = [node.use(0), node.use(1)]
     assert all(use and 10_000 <= use.exchanged < 10_010 for use in uses), uses
+    assert all(use and use.connected == use.sampled > 0 for use in uses) and node.use(2) is None
 
 
 @pytest.mark.parametrize("own_session", [False, True])

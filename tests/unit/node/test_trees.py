@@ -148,6 +148,7 @@ def test_uploaded_files_must_replace_any_existing_content(job, tmp_path):
     add_special_files(job, tmp_path)
     nest(job)
     (job / "folder").mkdir(mode=0)
+    (job / "work").symlink_to(tmp_path)  # a real folder of this name would be kept
     put(Files(), job, packed(new="new"))
     assert {path.name for path in job.iterdir()} == {"new", "logs"}
     assert (tmp_path / "secret").exists()
