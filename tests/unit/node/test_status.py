@@ -120,6 +120,20 @@ def test_a_post_without_the_token_must_be_refused(status):
     assert os.stat(status.variables[TOKEN]).st_mode & 0o777 == 0o400
 
 
+@pytest.mark.parametrize(
+    ("method", "size", "answer"),
+    [("GET", 21, 400), ("POST", "", 400), ("POST", "²", 400), ("POST", MAX_REQUEST + 1, 413)],
+)
+def test_a_request_that_is_no_post_of_an_allowed_size_must_be_refused_by_its_header(status, method, size, answer):
+    def send(connection) -> None:
+        connection.putrequest(method, "/")
+        connection.putheader("Authorization", f"Bearer {Path(status.variables[TOKEN]).read_text()}")
+        connection.putheader("Content-Length", size)
+        connection.endheaders(b'{"trainerStatus": {}}')
+
+    assert status.answered(send) == answer
+
+
 def test_a_request_may_arrive_in_pieces_but_not_forever(status):
     def slowly(connection) -> None:
         connection.putrequest("POST", "/")
@@ -148,6 +162,7 @@ def test_only_rank_0_of_a_job_without_another_server_must_post(status):
     assert status.server.variables(job | {"RANK": "1"}) == status.server.variables({"RANK": "0"}) == {}
     assert status.server.variables(job | {"RANK": "0", URL: "https://elsewhere"}) == {}
     assert status.server.variables(job | {"RANK": "0"}) == status.variables  # as the next generation gets them
+    assert status.server.variables({"RANK": "0", "JOB_DIR": status.variables[TOKEN]}) == {}  # not a folder
 
 
 def test_a_link_must_not_be_followed(status, tmp_path):

@@ -2,6 +2,7 @@
 
 import io
 import os
+import re
 import socket
 import stat
 import subprocess
@@ -222,7 +223,8 @@ with tempfile.TemporaryDirectory() as top:
 
 def test_entries_that_cannot_be_removed_must_be_skipped_and_returned():
     code = """
-import os, sys, tempfile
+import hashlib, os, sys, tempfile
+from orchestrate.node.files import Files
 from orchestrate.node.trees import clear
 real = os.unlink
 def unlink(path, **more):
@@ -235,10 +237,16 @@ with tempfile.TemporaryDirectory() as folder:
         open(f"{folder}/{name}", "w").close()
     os.unlink = unlink
     print(len(clear(folder)), sum(len(files) for _, _, files in os.walk(folder)))
+    try:
+        Files().upload(folder, "", 0, hashlib.sha256().hexdigest())
+    except OSError as error:
+        print(error)
     os.unlink = real
     print(clear(folder), os.listdir(folder))
 """
-    assert run_without_capabilities(code) == "3 3\n[] []\n"
+    first, refusal, *rest = run_without_capabilities(code).splitlines()
+    assert (first, rest) == ("3 3", ["[] []"])
+    assert re.fullmatch("cannot empty /.*: .*kept cannot be removed", refusal)
 
 
 def test_wipe_must_remove_a_link_or_file_in_place_of_a_folder(tmp_path):
