@@ -151,6 +151,8 @@ def test_a_request_may_arrive_in_pieces_but_not_forever(status):
         each.connect()
         status.loop.turn()
     assert len(status.server.clients) == MAX_CLIENTS
+    silent[0].sock.setblocking(False)
+    assert silent[0].sock.recv(1) == b""  # the oldest one makes room
     status.loop.turn(TIMEOUT)
     assert status.server.clients == []
     for each in silent:
@@ -173,9 +175,11 @@ def test_a_link_must_not_be_followed(status, tmp_path):
     assert outside.read_text() == ""
 
 
-def test_the_next_job_on_a_node_must_have_all_its_metrics(status, tmp_path):
+def test_the_next_job_on_a_node_must_have_all_its_metrics_and_its_own_token(status, tmp_path):
     """Also those that are equal to the last ones of the job before."""
+    before = Path(status.variables[TOKEN]).read_text()
     assert status.post(request(10, current_step=1, loss=0.5)) == 200
     following = status.server.variables({"RANK": "0", "JOB_DIR": str(tmp_path / "next")})
     assert status.post(request(10, current_step=1, loss=0.5), to=following) == 200
+    assert status.post(request(20, loss=0.4), token=before, to=following) == 401
     assert status.rows(tmp_path / "next") == status.rows() == [{"step": 1, "loss": 0.5}]

@@ -270,6 +270,6 @@ def test_an_open_gpu_and_a_loaded_torch_must_be_seen(monkeypatch, start, tmp_pat
     assert line(worker) == "1"
     monkeypatch.setattr(traffic, "GPU_FILES", (str(tmp_path / "nvidia"),))
     node = Traffic(Timers(), lambda: {0: worker.pid})
-    node.sample()
-    use = node.use(0)
-    assert use and use.gpu and use.torch and use.version == known and use.exchanged == 0
+    while not (use := node.use(0)) or not use.sampled:
+        node.sample()
+    assert use.gpu and use.torch and use.version == known and use.exchanged == use.connected == 0
