@@ -19,8 +19,8 @@ from orchestrate.job import events
 from orchestrate.job.recorder import Recorder
 from orchestrate.job.report import Copied
 from orchestrate.job.spec import JobSpec
-from orchestrate.storage.mirror import Mirror, State
 from orchestrate.node.ranks import FENCE
+from orchestrate.storage.mirror import Mirror, State
 from orchestrate.storage.output import MAX_FAILURES, upload
 from orchestrate.storage.parallel import AT_ONCE
 from orchestrate.storage.store import open_store
