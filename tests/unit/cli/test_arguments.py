@@ -283,6 +283,7 @@ def test_packages_of_a_file_and_of_options_must_all_be_installed(tmp_path, monke
     monkeypatch.chdir(tmp_path)
     (tmp_path / "packages.txt").write_text("one\n")
     (tmp_path / "x.py").touch()
-    args, args.script = parse(["plan", "--requirements", "packages.txt", "--pip", "two", "x.py"])
+    args, script = parse(["plan", "--requirements", "packages.txt", "--pip", "two", "x.py"])
+    args.script = script
     spec = spec_of(args)
     assert (spec.requirements, spec.pip) == ("", ["one", "two"])
