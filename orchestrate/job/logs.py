@@ -95,7 +95,8 @@ class Follower:
                 last = end and not data(file, read.offset, 1)[1]
             if last and read.partial:
                 self.silent = False
-                yield Line(rank, self._colored(line := read.rest(), self.hide(clean(line))), read.begin)
+                self.heard(rank, text := self.hide(clean(line := read.rest())))
+                yield Line(rank, self._colored(line, text), read.begin)
 
     def _colored(self, line: bytes, text: str) -> str:
         """Return a line with its colors; without, if they may be within a secret that `text` hides."""

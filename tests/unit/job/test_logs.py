@@ -55,8 +55,10 @@ def test_lines_must_be_returned_once_and_whole(tmp_path):
         file.write(b"f\nrest")
     paths.log(1).write_bytes(b"other\n")
     assert read(follower) == ["0 half", "1 other"]
+    heard: list[str] = []
+    follower.heard = lambda rank, line: heard.append(line)  # where metrics are found
     assert read(follower, end=True) == ["0 rest"]
-    assert read(follower, end=True) == []
+    assert read(follower, end=True) == [] and heard == ["rest"]
 
 
 def test_each_line_must_have_its_offset_in_the_log(tmp_path):
