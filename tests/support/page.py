@@ -1,5 +1,6 @@
 """Pages about jobs, as a browser reads them."""
 
+import re
 from collections.abc import Sequence
 from html.parser import HTMLParser
 
@@ -44,6 +45,11 @@ class Page(HTMLParser):
     def references(self) -> set[str]:
         names = ("src", "href", "xlink:href", "action", "data", "srcset")
         return {values[name] or "" for _, values in self.elements for name in names if name in values}
+
+
+def words(html: str) -> str:
+    """The text of a page without what is in its charts and scripts."""
+    return Page(re.sub(r"<(svg|script)\b.*?</\1>", "", html, flags=re.DOTALL)).text
 
 
 def run(found: Progress, working: float, happened: Sequence[Moment] = ()) -> Run:

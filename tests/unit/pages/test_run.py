@@ -1,0 +1,98 @@
+"""What pages read of a job: its settings, its machine, and the metrics that its script has only printed."""
+
+import dataclasses
+import re
+import shutil
+
+import pytest
+from support.commanded import Whole, create, end, supervise
+from support.page import Page
+from support.scripted import ALL_WELL
+
+from orchestrate.errors import OrchestrateError, UsageError
+from orchestrate.files.paths import JobPaths
+from orchestrate.job import store
+from orchestrate.job.spec import JobSpec
+from orchestrate.pages.page import write
+from orchestrate.pages.run import curves_of, load
+
+SPEC = JobSpec(trainers=2, grace=0.01, command=("-m", "app", "--name", "it's"), env={"API_TOKEN": "hunter2000"})
+
+
+def finished(paths: JobPaths, spec: JobSpec = SPEC) -> JobPaths:
+    supervise(create(paths, spec), Whole([ALL_WELL]))
+    return paths
+
+
+def test_settings_command_and_machine_must_be_those_of_the_job_without_secrets(tmp_path):
+    spec = dataclasses.replace(SPEC, command=(*SPEC.command, "hunter2000"), before=("echo", "hunter2000 " + "x" * 99))
+    paths = finished(JobPaths(tmp_path / "a-1"), spec)
+    found = load(paths)
+    assert found.command == "-m app --name 'it'\"'\"'s' '***'" and found.machine == "Docker Engine 26.1.5, 8 cores"
+    assert found.settings == {
+        **{"trainers": "2", "grace": "0.01", "env": "{API_TOKEN: '***'}"},
+        "before": f"[echo, '*** {'x' * 99}']",
+    }
+    plan = store.look(paths)[1]
+    inventory = dataclasses.replace(plan.inventory, memory=8 << 30)
+    store.keep(paths, dataclasses.replace(plan, gpus=("GPU-a", "GPU-b"), inventory=inventory))
+    paths.patch.write_text("+x\n")
+    assert load(paths).machine == "Docker Engine 26.1.5, 8 cores, 2 GPUs, 8 GiB of memory"
+    assert (found.patched, load(paths).patched) == (False, True)
+
+
+def test_damaged_events_must_be_an_error_unless_the_job_is_a_copy(tmp_path):
+    paths = finished(JobPaths(tmp_path / "a-1"))
+    assert load(paths).spans
+    paths.events.write_text('{"event": "workers_started", "seconds": NaN}\n')
+    copy = JobPaths(shutil.copytree(paths.root, tmp_path / "copied" / "a-1", symlinks=True))
+    with pytest.raises(UsageError, match=r"events\.jsonl"):
+        load(paths)
+    assert load(copy).spans == []
+
+
+def test_links_of_a_comparison_must_lead_to_the_pages_that_are_there(tmp_path):
+    jobs = [finished(JobPaths(tmp_path / "my runs#1" / name)) for name in ("a-1", "b-2")]
+    write(jobs[1:], jobs[1].page)
+    jobs[0].page.unlink(missing_ok=True)
+    write(jobs, tmp_path / "report.html")
+    assert Page((tmp_path / "report.html").read_text()).references() == {"my%20runs%231/b-2/report.html"}
+
+
+def test_a_page_that_cannot_be_made_must_be_an_error_that_says_why(paths):
+    with pytest.raises(UsageError, match="a-1 has not ended"):
+        write([paths], paths.page)
+    end(paths)  # with a report in which much is missing
+    with pytest.raises(OrchestrateError, match=re.escape(f"cannot write {paths.page}: ")):
+        write([paths], paths.page)
+    assert not paths.page.exists()
+
+
+BAR = " 10%|# | {}/30 [00:01<00:09, 3.00it/s, loss={}]"
+
+
+MINE = {"L": "L: ([0-9.]+)", "step": r"it (\d+)"}
+
+
+@pytest.mark.parametrize(
+    ("patterns", "log", "curves", "axis"),
+    [
+        (MINE, "it 3 L: 2.5\nit 5 L: 1.5", {"L": [(3, 2.5), (5, 1.5)]}, "step"),
+        ({}, "step 3 loss 2.5\n", {}, "order in metrics.jsonl"),
+        ({}, "\r".join([BAR.format(3, 2), BAR.format(1, 1)]), {"loss": [(1, 2), (2, 1)]}, "order in the log"),
+        ({}, "{'hunter2000': 2}\n{'hunter2000': 1}\n\xff", {"***": [(1, 2), (2, 1)]}, "order in the log"),
+    ],
+    ids=["patterns of the job", "a single point", "the states of a bar", "a secret"],
+)
+def test_curves_of_a_script_that_only_prints_must_be_those_of_its_output(paths, patterns, log, curves, axis):
+    spec = dataclasses.replace(SPEC, metrics=patterns)
+    assert curves_of(paths, spec, 1)[1:] == ({}, "order in metrics.jsonl")
+    paths.log(0).write_text(log, "latin-1")
+    found, *drawn = curves_of(paths, spec, 1)
+    assert drawn == [curves, axis] and found.done == 0  # goodput counts only what is in metrics.jsonl
+
+
+def test_curves_of_metrics_jsonl_must_be_preferred_to_as_many_points_in_the_output(paths):
+    (paths.shared / "metrics.jsonl").write_text('{"acc": 2}\n{"acc": 1}\n')
+    paths.log(0).write_text("step 3 loss 2.5\nstep 4 loss 2.5\n")
+    assert curves_of(paths, SPEC, 1)[1:] == ({"acc": [(1, 2), (2, 1)]}, "order in metrics.jsonl")
