@@ -66,6 +66,8 @@ def _bar(view: View, width: int) -> RenderableType | None:
         return Text(f"step {progress.step:,}")
     left = seconds_left(view.lead)
     row = Table.grid(padding=(0, 1))
+    for _ in range(3):
+        row.add_column(no_wrap=True, overflow="ellipsis")  # on a narrow terminal
     tail = f"{100 * (progress.fraction or 0):.0f}%" + (f"  {clock(left)} left" if left is not None else "")
     steps = f"step {progress.step:,} of {progress.total:,}"
     size = max(8, min(40, width - len(steps) - len(tail) - 4))

@@ -72,6 +72,8 @@ def test_the_picture_must_fit_any_terminal_and_show_the_workers_that_need_attent
     for rank in state.ranks.values():
         rank.hear(parse(TQDM.format(100)), 4.0)
     state.event(events.WorkerEnded(last.number, last.node, 1, False), 5.0)
+    for _ in range(4):
+        state.event(events.WarningIssued("long " * 50), 5.0)
     lines = drawn(state, 5.0, width, height)
     assert any(f"{last.number} {last.node}" in line for line in lines)
     shown = sum(bool(re.match(r" +\d+ (master|trainer)", line)) for line in lines)
