@@ -1,6 +1,8 @@
 """`top`: what the workers of a running job use, on a scripted engine."""
 
+import contextlib
 import dataclasses
+import io
 import os
 
 import pytest
@@ -12,7 +14,7 @@ from support.plans import HERE, plan
 from orchestrate.job import gpus, usage
 from orchestrate.job.outcomes import Activity
 from orchestrate.job.spec import JobSpec
-from orchestrate.view.top import COLUMNS, HISTORY, Meter, Top
+from orchestrate.view.top import COLUMNS, HISTORY, Meter, Top, full_screen
 
 
 def drawn(top: Top, height: int = 20) -> list[list[str]]:
@@ -27,8 +29,13 @@ def drawn(top: Top, height: int = 20) -> list[list[str]]:
 def test_the_table_must_show_what_each_worker_uses():
     top = Top(plan(JobSpec(trainers=2), HERE, "digits-4f2a"), cores=4.0)
     for second in range(1, 4):
-        top.take(float(second), {0: Activity("R", 2.0 * second, 1 << 30), 1: Activity("S", 0.0, 1 << 20)})
-    top.take(3.0, {0: Activity("R", 99.0, 0)})  # no new sample
+        found = {
+            0: Activity("R", 4.0 * second, 1 << 30),
+            1: Activity("S", 1.0 - second, 1 << 20),
+            7: Activity("R", 1.0),
+        }
+        top.take(2.0 * second, found)
+    top.take(6.0, {0: Activity("R", 99.0, 0)})  # no new sample
     assert drawn(top) == [
         ["rank", "node", "state", "cores", "memory"],
         ["0", "master", "running", "2.0", "▅▅", "1", "GiB"],
@@ -36,14 +43,41 @@ def test_the_table_must_show_what_each_worker_uses():
         ["2", "trainer-2"],
     ]
     assert drawn(top, height=1)[1:] == [["0", "master", "running", "2.0", "▅▅", "1", "GiB"], ["and", "2", "more"]]
+    assert drawn(top, height=-2) == drawn(top, height=1)
+    top.take(8.0, {0: Activity("I", 12.0), 2: Activity("R", 0.0)})
+    top.take(10.0, {0: Activity("I", 12.0), 2: Activity("R", 8.0)})
+    rows = [["0", "master", "I", "0.0", "▅▅▁▁"], ["2", "trainer-2", "running", "4.0", "█"], ["and", "1", "more"]]
+    assert drawn(top, height=2)[1:] == rows
+
+
+def test_all_workers_must_be_printed_without_a_terminal():
+    lines = Top(plan(JobSpec(trainers=99), HERE, "digits-4f2a"), cores=4.0).lines()
+    assert lines[0] == "digits-4f2a" and [line.split()[0] for line in lines[2:]] == [str(rank) for rank in range(100)]
+
+
+def test_the_table_must_fill_the_terminal_and_leave_nothing_there(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("LINES", "12")
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    with contextlib.redirect_stdout(terminal), full_screen(Top(plan(JobSpec(trainers=9), HERE, "a-1"), 4.0)) as draw:
+        draw()
+        text = terminal.getvalue()
+    assert "a-1  Ctrl-C quits; the job continues" in text and "and 3 more" in text
+    assert text.startswith("\x1b[?1049h") and "\x1b[?1049l" in terminal.getvalue().removeprefix(text)
 
 
 def test_gpus_must_be_shown_if_they_are_known():
-    job = plan(JobSpec(trainers=0), HERE, "digits-4f2a")
-    workers = tuple(dataclasses.replace(worker, gpu="GPU-a") for worker in job.workers)
-    top = Top(dataclasses.replace(job, gpus=("GPU-a",), workers=workers), cores=4.0)
-    top.take_gpus({"GPU-a": (0.37, 3 << 30), "GPU-b": (1.0, 1 << 30)})
-    assert drawn(top)[0][-2:] == ["gpu", "memory"] and drawn(top)[1][-4:] == ["37%", "▃", "3", "GiB"]
+    job = plan(JobSpec(trainers=1), HERE, "digits-4f2a")
+    first, second = job.workers
+    workers = dataclasses.replace(first, gpu="GPU-a"), dataclasses.replace(second, gpu="GPU-c")
+    top = Top(dataclasses.replace(job, gpus=("GPU-a", "GPU-c"), workers=workers), cores=4.0)
+    top.take_gpus({"GPU-b": (1.0, 1 << 30)})  # of another job
+    assert drawn(top)[0] == ["rank", "node", "state", "cores", "memory"]
+    for share, memory in ((0.95, 1), (0.37, 3)):
+        top.take_gpus({"GPU-a": (share, memory << 30), "GPU-b": (1.0, 1 << 30)})
+    assert drawn(top)[0][-2:] == ["gpu", "memory"] and drawn(top)[1][-4:] == ["37%", "█▃", "3", "GiB"]
+    assert drawn(top)[2] == ["1", "trainer-1"] and top.lines()[2].endswith("3 GiB")
 
 
 def test_the_height_of_a_curve_must_be_the_peak_and_its_color_the_mean():

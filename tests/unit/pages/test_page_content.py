@@ -80,6 +80,7 @@ def test_the_page_of_a_job_must_show_all_that_is_known_about_it():
     )
     assert '<strong class="bad">failed' in html and "<pre>first\n&lt;last&gt;</pre>" in html
     assert '<td class="text">restarting' in html and ">order in the log</text>" in html
+    assert ">loss</text>" not in html  # a legend
     assert re.findall('style="(?:left|flex): ([^"]*)" title="([^"]*)', html) == [
         *(("25.0%", "30.0 s: a checkpoint was saved"), ("40.0%", "48.0 s: a checkpoint was saved")),
         *(("50.0%", "60.0 s: rank 1 failed"), ("10.0 0 0", "starting, 10.0 s"), ("40.0 0 0", "working, 40.0 s")),
@@ -139,6 +140,10 @@ def test_a_comparison_must_show_each_job_and_first_what_differs():
         f"loss 0.12346 0.12346 0.12346 orchestrate {__version__}"
     )
     assert Page(html).references() == {"./", "a/", "c"}
-    assert 'aria-label="a-1, last value 1 and b-2, last value 2"' in html and ">order in the log or step</text>" in html
+    assert (
+        'role="img" aria-label="a-1, last value 1 and b-2, last value 2"' in html
+        and ">order in the log or step</text>" in html
+    )
     assert re.findall('<td class="(good|bad)', html) == ["bad", "good", "bad"]
+    assert ">order in the log</text>" in page([first, first], ["", ""])
     assert "<mark>1</mark>" in html and "<mark>x:1" not in html and ">b-2</text>" in html

@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 from support.commanded import Whole, create, end, supervise
+from support.optional import not_none
 from support.page import Page
 from support.scripted import ALL_WELL
 
@@ -59,6 +60,14 @@ def test_links_of_a_comparison_must_lead_to_the_pages_that_are_there(tmp_path):
     assert Page((tmp_path / "report.html").read_text()).references() == {"my%20runs%231/b-2/report.html"}
 
 
+def test_the_page_of_a_job_that_is_about_to_end_must_be_made_from_its_report(tmp_path):
+    paths = finished(JobPaths(tmp_path / "a-1"))
+    report = store.ended(paths)
+    paths.report.unlink()
+    write([paths], paths.page, not_none(report) | {"world_size": 77})
+    assert "77 workers" in paths.page.read_text()
+
+
 def test_a_page_that_cannot_be_made_must_be_an_error_that_says_why(paths):
     with pytest.raises(UsageError, match="a-1 has not ended"):
         write([paths], paths.page)
@@ -93,6 +102,6 @@ def test_curves_of_a_script_that_only_prints_must_be_those_of_its_output(paths, 
 
 
 def test_curves_of_metrics_jsonl_must_be_preferred_to_as_many_points_in_the_output(paths):
-    (paths.shared / "metrics.jsonl").write_text('{"acc": 2}\n{"acc": 1}\n')
+    (paths.shared / "metrics.jsonl").write_text('{"hunter2000": 2}\n{"hunter2000": 1}\n')
     paths.log(0).write_text("step 3 loss 2.5\nstep 4 loss 2.5\n")
-    assert curves_of(paths, SPEC, 1)[1:] == ({"acc": [(1, 2), (2, 1)]}, "order in metrics.jsonl")
+    assert curves_of(paths, SPEC, 1)[1:] == ({"***": [(1, 2), (2, 1)]}, "order in metrics.jsonl")

@@ -22,7 +22,7 @@ def test_a_bar_of_tqdm_must_be_read():
             bar.update()
     found = parse(output.getvalue().rpartition("\r")[2])
     assert found and (found.step, found.total, found.metrics) == (10, 40, {"loss": 0.1})
-    assert found.fraction == 0.25 and found.step_seconds and found.step_seconds < 1
+    assert found.fraction == 0.25 and Progress(12, 10).fraction == 1.0 and found.step_seconds and found.step_seconds < 1
 
 
 @pytest.mark.parametrize(
@@ -40,8 +40,19 @@ def test_a_bar_of_tqdm_must_be_read():
         ),
         ('{"step": 7, "max_steps": 10, "loss": 1.25}', Progress(7, 10, metrics={"loss": 1.25})),
         ("{'global_step': 1e300, 'loss': 1.25}", Progress(metrics={"loss": 1.25})),
+        ("| 0/27 [00:00<?, ?it/s] | 1.50M/2.0G [00:01<00:02]", Progress(1_500_000, 2_000_000_000, 2.0, bar=True)),
+        (" 0%| | 0/1.5k [00:00<?, ?it/s]", Progress(0, 1500, bar=True)),
+        ("{'step': -1, 'current_step': 7, 'loss': None}", None),
+        ("{'step': -1, 'current_step': 7, 'loss': 2}", Progress(metrics={"loss": 2.0})),
+        ("{'current_step': 7, 'max_steps': -1}", Progress(7)),
+        (f"{{'{'n' * 50}': 1}}", Progress(metrics={"n" * 40: 1.0})),
+        (f"{{'a': 1{'0' * 400}}}", None),
+        (f"{{'a': {'-' * 1900}1}}", None),
+        ("{1, 2}", None),
         ("{'loss': '1.25', 'epoch': '0.5'}", Progress(metrics={"loss": 1.25, "epoch": 0.5})),
         ("epoch 1/3: accuracy 97.05%, loss=0.0910", Progress(metrics={"loss": 0.091})),
+        ("accuracy 1E-3 ppl: -0.5 perplexity=3", Progress(metrics={"accuracy": 0.001, "ppl": -0.5, "perplexity": 3.0})),
+        ("step 2.9, loss 1", Progress(metrics={"loss": 1.0})),
         ("step 7, val_loss: 1e-3", Progress(7, metrics={"val_loss": 0.001}, bar=True)),
         ("iter 250: loss 2.4310, time 41.2ms", Progress(250, metrics={"loss": 2.431}, bar=True)),
         ("[step 3/90] train loss 0.5", Progress(3, 90, metrics={"loss": 0.5}, bar=True)),
@@ -87,8 +98,13 @@ def test_patterns_of_the_job_must_replace_those_of_frameworks(line, expected):
 @pytest.mark.parametrize("patterns", [{}, {"loss": "loss ([0-9.]+)"}], ids=["of frameworks", "of the job"])
 def test_only_the_end_of_a_long_line_must_be_searched(patterns):
     parse = Reader(patterns).parse
-    assert parse("loss 0.5" + "x" * MAX_LINE) is None
+    assert parse("loss 0.5 " + "x" * MAX_LINE) is None
     assert parse("x" * MAX_LINE + " loss 0.5") == Progress(metrics={"loss": 0.5})
+
+
+@pytest.mark.parametrize("line", ["loss inf", "loss nan", "loss", "loss x"])
+def test_a_match_that_is_no_number_must_be_ignored(line):
+    assert Reader({"loss": r"loss(?: (\S+))?"}).parse(line) is None
 
 
 def test_patterns_that_no_line_matches_must_be_known():
@@ -96,6 +112,7 @@ def test_patterns_that_no_line_matches_must_be_known():
     assert reader.unmatched == {*PATTERNS}
     reader.parse("iteration 7 of 90")
     assert reader.unmatched == {"loss"}
+    assert reader.problems() == ["no line of rank 0 matches the pattern of the metric loss"]
 
 
 def test_a_pattern_that_takes_too_long_must_be_ignored_from_then_on():
@@ -103,6 +120,7 @@ def test_a_pattern_that_takes_too_long_must_be_ignored_from_then_on():
     line = f"loss 3 {'a' * 60} cb"
     assert [reader.parse(line), reader.parse(line)] == [Progress(metrics={"loss": 3.0})] * 2
     assert [*reader.patterns] == ["loss"]
+    assert reader.problems() == ["the pattern of the metric slow was ignored: a search took too long"]
 
 
 @pytest.mark.parametrize(
