@@ -51,11 +51,11 @@ def test_the_page_of_a_long_job_must_show_the_first_failures_and_the_last_events
 
 
 def test_last_values_must_be_shown_also_if_they_are_not_finite(failed):
-    report = failed.report | {"final_metrics": {"loss": "NaN", "best": 0.5, "phase": "train"}}
+    report = failed.report | {"final_metrics": {"loss": "NaN", "best": 0.5, "none": None, "phase": "train"}}
     text = page([dataclasses.replace(failed, report=report)], [""])
-    assert ">NaN<" in text and ">0.5<" in text and ">train<" not in text
+    assert ">NaN<" in text and ">0.5<" in text and ">train<" not in text and ">null<" in text
 
 
 def test_control_characters_must_not_be_on_the_page(failed):
-    moments = [Moment("other", (0.0,), "a\x00b\x1b[2Jc\u202ed")]
-    assert "a�b�[2Jc�d" in page([dataclasses.replace(failed, moments=moments)], [""])
+    moments = [Moment("other", (0.0,), "a\x00b\x1b[2Jc\u202ed\u2066e\ud800f\x7fg")]
+    assert "a�b�[2Jc�d�e�f�g" in page([dataclasses.replace(failed, moments=moments)], [""])

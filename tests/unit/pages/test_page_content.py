@@ -80,7 +80,7 @@ def test_the_page_of_a_job_must_show_all_that_is_known_about_it():
     )
     assert '<strong class="bad">failed' in html and "<pre>first\n&lt;last&gt;</pre>" in html
     assert '<td class="text">restarting' in html and ">order in the log</text>" in html
-    assert ">loss</text>" not in html  # a legend
+    assert ">loss</text>" not in html and 'aria-label="loss, last value 1"' in html  # no legend, a description
     assert re.findall('style="(?:left|flex): ([^"]*)" title="([^"]*)', html) == [
         *(("25.0%", "30.0 s: a checkpoint was saved"), ("40.0%", "48.0 s: a checkpoint was saved")),
         *(("50.0%", "60.0 s: rank 1 failed"), ("10.0 0 0", "starting, 10.0 s"), ("40.0 0 0", "working, 40.0 s")),
@@ -100,6 +100,8 @@ def test_the_page_of_a_job_must_leave_out_what_there_is_not():
         "code /code machine docker: 8 cores trainers 1 job.yaml , plan.json , report.json , events.jsonl , logs "
         f"orchestrate {__version__}"
     )
+    none = dataclasses.replace(but(duration_s=0.0), spans=[])
+    assert none.goodput == 0 and {percent for percent, *_ in none.marks} == {0.0}
     assert '<strong class="good">' in html and Page(html).references() >= {"./", "logs/"}
 
 

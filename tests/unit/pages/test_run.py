@@ -8,7 +8,7 @@ import pytest
 from support.commanded import Whole, create, end, supervise
 from support.optional import not_none
 from support.page import Page
-from support.scripted import ALL_WELL
+from support.scripted import ALL_WELL, KILLED
 
 from orchestrate.errors import OrchestrateError, UsageError
 from orchestrate.files.paths import JobPaths
@@ -26,13 +26,13 @@ def finished(paths: JobPaths, spec: JobSpec = SPEC) -> JobPaths:
 
 
 def test_settings_command_and_machine_must_be_those_of_the_job_without_secrets(tmp_path):
-    spec = dataclasses.replace(SPEC, command=(*SPEC.command, "hunter2000"), before=("echo", "hunter2000 " + "x" * 99))
+    spec = dataclasses.replace(SPEC, command=(*SPEC.command, "hunter2000"), before=("echo", "hunter2000" + " x" * 60))
     paths = finished(JobPaths(tmp_path / "a-1"), spec)
     found = load(paths)
     assert found.command == "-m app --name 'it'\"'\"'s' '***'" and found.machine == "Docker Engine 26.1.5, 8 cores"
     assert found.settings == {
         **{"trainers": "2", "grace": "0.01", "env": "{API_TOKEN: '***'}"},
-        "before": f"[echo, '*** {'x' * 99}']",
+        "before": f"[echo, '***{' x' * 60}']",
     }
     plan = store.look(paths)[1]
     inventory = dataclasses.replace(plan.inventory, memory=8 << 30)
@@ -40,6 +40,14 @@ def test_settings_command_and_machine_must_be_those_of_the_job_without_secrets(t
     paths.patch.write_text("+x\n")
     assert load(paths).machine == "Docker Engine 26.1.5, 8 cores, 2 GPUs, 8 GiB of memory"
     assert (found.patched, load(paths).patched) == (False, True)
+
+
+def test_steps_that_were_repeated_after_a_restart_must_be_counted_and_the_failure_be_listed(tmp_path):
+    paths = create(JobPaths(tmp_path / "a-1"), SPEC)
+    (paths.shared / "metrics.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in (1, 2, 3, 4, 3, 4, 5)))
+    supervise(paths, Whole([KILLED], [ALL_WELL]))
+    found = load(paths)
+    assert found.progress.repeated == 2 and [moment.kind for moment in found.moments] == ["trouble", "other"]
 
 
 def test_damaged_events_must_be_an_error_unless_the_job_is_a_copy(tmp_path):
@@ -62,9 +70,7 @@ def test_links_of_a_comparison_must_lead_to_the_pages_that_are_there(tmp_path):
 
 def test_the_page_of_a_job_that_is_about_to_end_must_be_made_from_its_report(tmp_path):
     paths = finished(JobPaths(tmp_path / "a-1"))
-    report = store.ended(paths)
-    paths.report.unlink()
-    write([paths], paths.page, not_none(report) | {"world_size": 77})
+    write([paths], paths.page, not_none(store.ended(paths)) | {"world_size": 77})  # not from an earlier one
     assert "77 workers" in paths.page.read_text()
 
 

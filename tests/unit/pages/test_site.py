@@ -85,6 +85,7 @@ def test_the_list_of_jobs_must_show_the_state_of_each_and_compare_those_that_hav
     assert re.findall('name="job" value="(.*?)-1"', html) == ["lost", "failed", "succeeded"]
     assert Page(html).references() == {"compare", *(f"jobs/{state}-1/" for state, _ in times)}
     assert "No jobs yet." in words(site.jobs([], "runs"))
+    assert site.metrics({"total_steps": 9, "acc": 0.5, "name": "x", "loss": float("nan")}) == "loss NaN, acc 0.5"
 
 
 def test_the_list_of_logs_must_lead_to_the_log_of_each_worker_and_back():

@@ -148,7 +148,15 @@ def test_no_more_time_may_be_lost_than_there_was(value):
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(0.04, "0.0 s"), (99.9, "99.9 s"), (100, "1 min 40 s"), (7261, "2 h 1 min"), (90_000, "1 d 1 h")],
+    [
+        (0.04, "0.0 s"),
+        (99.9, "99.9 s"),
+        (100, "1 min 40 s"),
+        (119.6, "2 min 0 s"),
+        (3600, "1 h 0 min"),
+        (7261, "2 h 1 min"),
+        (90_000, "1 d 1 h"),
+    ],
 )
 def test_durations_on_pages_must_have_two_units_at_most(seconds, text):
     assert duration(seconds) == text

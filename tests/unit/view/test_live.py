@@ -171,7 +171,7 @@ def test_the_head_must_show_the_goodput_and_the_age_of_the_last_checkpoint():
     state.event(events.WorkersStarted(), 20.0)
     steps(state, 6, 15)  # of these 20 steps, five are repeated ones
     assert state.goodput(30.0) == pytest.approx(20 * 15 / 20 / 30)
-    assert "  checkpoint 18 s ago  goodput 50%" in drawn(state, 30.0)[0]
+    assert "  checkpoint 18 s ago  goodput 50%" in drawn(state, 30.0)[0] and "  check" not in drawn(state, 30.0, 79)[0]
     state.event(events.JobResumed(), 100.0)
     assert state.goodput(101.0) is None and drawn(state, 101.0)[0].startswith("digits-4f2a  1:41")
 

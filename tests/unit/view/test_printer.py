@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import time
 from collections import defaultdict
 
 import pytest
@@ -15,7 +16,7 @@ from orchestrate import console
 from orchestrate.job.logs import Follower, Line
 from orchestrate.job.spec import JobSpec
 from orchestrate.job.times import Times, TimesWriter
-from orchestrate.view.printer import Printer, Style, brief, merged
+from orchestrate.view.printer import LOOK_AHEAD, MANY, Printer, Style, brief, merged, stamp
 
 
 def printer(trainers: int, nproc: int = 1, **style) -> Printer:
@@ -41,6 +42,17 @@ def test_what_several_ranks_print_must_be_one_line():
         "[0-3] step 1",
         "[0-3] end",
     ]
+    assert [*printer(1).texts(lines((0, "a"), (1, "a")))] == ["[0-1] a"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "between", "joined"),
+    [(2, LOOK_AHEAD - 1, True), (2, LOOK_AHEAD, False), (MANY, 1, True), (MANY + 1, 1, False)],
+)
+def test_only_what_is_printed_at_about_the_same_place_must_be_one_line(ranks, between, joined):
+    others = [(1, f"other {number}") for number in range(between)]
+    found = [*merged(lines(*others, *((rank, "same") for rank in range(ranks))))]
+    assert ([*range(ranks)] in [ranks for ranks, _ in found]) == joined
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.sampled_from("abcd")), max_size=60))
@@ -62,6 +74,7 @@ def test_no_line_of_a_rank_may_be_lost_or_out_of_order(texts):
         ([3, 0, 1, 2, 8], "0-3,8"),
         (range(64), "0-63"),
         ([0, 2, 4], "0,2,4"),
+        (range(10, 23, 2), "10,12,14,16,18,20,22"),
         (range(0, 64, 2), "32 ranks"),
     ],
 )
@@ -79,6 +92,27 @@ def test_style_must_select_and_mark_lines():
         for rank, node, text in [(0, "master", "a"), (1, "trainer-1", "b"), (2, "trainer-2", "b")]
     ]
     assert printer(2, ranks=frozenset({1})).bar({0: "10%", 1: "20%"}) == "[1] 20%"
+    assert [*printer(2, prefixes=False, colors=True).texts(some)] == ["a", "b", "b"]
+
+
+def test_a_bar_must_have_a_time_if_lines_have_one():
+    bars = printer(2, timestamps=True)
+    assert bars.bar({0: "10%"}, 0.96).endswith(":00:00.9 [0] 10%") and bars.bar({0: "10%"}) == "[0] 10%"
+    assert bars.bar({}) == "" and printer(2).bar({0: "10%"}, 0.96) == "[0] 10%"
+
+
+def test_times_must_be_those_of_the_local_time_zone(monkeypatch):
+    with monkeypatch.context() as here:
+        here.setenv("TZ", "XYZ-5:30")
+        time.tzset()
+        text = stamp(0.25)
+    time.tzset()
+    assert text == "05:30:00.2"
+
+
+def test_lines_of_an_earlier_generation_must_be_shown_under_their_rank():
+    assert [*printer(0).texts(lines((8, " indented ")))] == ["[8]  indented "]
+    assert json.loads(printer(0, as_json=True).text([8], "a"))["node"] == ""
 
 
 def test_only_colors_may_reach_a_terminal():
