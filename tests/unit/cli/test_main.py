@@ -14,7 +14,15 @@ from support.scripted import ALL_WELL, KILLED
 
 from orchestrate.cli.main import main
 from orchestrate.engines import choice
-from orchestrate.errors import EngineError, EngineLost, OrchestrateError, ResourceError, UsageError
+from orchestrate.errors import (
+    EngineError,
+    EngineLost,
+    OrchestrateError,
+    ResourceError,
+    StorageError,
+    StorageLost,
+    UsageError,
+)
 from orchestrate.files.paths import JobPaths
 from orchestrate.job import store
 from orchestrate.job.layers import resolve
@@ -168,6 +176,8 @@ def test_an_invalid_argument_must_point_to_the_help_of_its_command(do):
         (UsageError("what", "next"), 2),
         (EngineError("what", "next"), 3),
         (EngineLost("what", "next"), 3),
+        (StorageError("what", "next"), 3),
+        (StorageLost("what", "next"), 3),
         (ResourceError("what", "next"), 4),
         (OrchestrateError("what"), 1),
     ],

@@ -43,7 +43,7 @@ def test_the_table_must_show_what_each_worker_uses():
         ["2", "trainer-2"],
     ]
     assert drawn(top, height=1)[1:] == [["0", "master", "running", "2.0", "▅▅", "1", "GiB"], ["and", "2", "more"]]
-    assert drawn(top, height=-2) == drawn(top, height=1)
+    assert drawn(top, height=0) == drawn(top, height=1)
     top.take(8.0, {0: Activity("I", 12.0), 2: Activity("R", 0.0)})
     top.take(10.0, {0: Activity("I", 12.0), 2: Activity("R", 8.0)})
     rows = [["0", "master", "I", "0.0", "▅▅▁▁"], ["2", "trainer-2", "running", "4.0", "█"], ["and", "1", "more"]]
@@ -74,9 +74,14 @@ def test_gpus_must_be_shown_if_they_are_known():
     top = Top(dataclasses.replace(job, gpus=("GPU-a", "GPU-c"), workers=workers), cores=4.0)
     top.take_gpus({"GPU-b": (1.0, 1 << 30)})  # of another job
     assert drawn(top)[0] == ["rank", "node", "state", "cores", "memory"]
-    for share, memory in ((0.95, 1), (0.37, 3)):
+    for share, memory in [*[(0.95, 1)] * (COLUMNS - 1), (0.37, 3)]:
         top.take_gpus({"GPU-a": (share, memory << 30), "GPU-b": (1.0, 1 << 30)})
-    assert drawn(top)[0][-2:] == ["gpu", "memory"] and drawn(top)[1][-4:] == ["37%", "█▃", "3", "GiB"]
+    assert drawn(top)[0][-2:] == ["gpu", "memory"] and drawn(top)[1][-4:] == [
+        "37%",
+        "█" * (COLUMNS - 1) + "▃",
+        "3",
+        "GiB",
+    ]
     assert drawn(top)[2] == ["1", "trainer-1"] and top.lines()[2].endswith("3 GiB")
 
 

@@ -7,15 +7,25 @@ from support.page import run
 
 from orchestrate.job.events import (
     CheckpointSaved,
+    CodeCopied,
+    DiskFull,
+    EngineLost,
     Event,
     GenerationEnded,
     GenerationStarting,
+    GpusUnused,
+    HangFound,
     JobEnded,
     JobResumed,
     NodeInTrouble,
+    NodesMissing,
     NodesStarting,
+    NodesUp,
     OutcomeDecided,
     RestartDecided,
+    WarningIssued,
+    WorkersIsolated,
+    WorkersLost,
     WorkersStarted,
 )
 from orchestrate.job.outcomes import Cause, Outcome, Reason
@@ -74,6 +84,17 @@ def test_a_generation_that_never_worked_must_prolong_the_start():
     ]
 
 
+def test_work_must_last_until_the_workers_have_ended_also_if_the_outcome_is_known_earlier():
+    events = [*FIRST[:3], OutcomeDecided(Outcome.STOPPED, "", seconds=8.0), ended(Outcome.STOPPED, 10.0)]
+    assert summary(events)[1:] == [("working", 3.0, 10.0, 0, "finished")]
+
+
+def test_no_time_may_be_negative_if_the_clock_was_set_back():
+    events = [*FIRST[:3], CheckpointSaved(seconds=9.0), NodeInTrouble("n", "paused", seconds=5.0)]
+    assert summary(events)[1:] == [("working", 3.0, 9.0, 0, "")]
+    assert summary([*FIRST[:3], ended(Outcome.FAILED, 2.0), *SECOND])[1:] == [("restarting", 3.0, 12.0, 1, "")]
+
+
 def test_the_time_until_a_job_was_resumed_must_not_count_as_work():
     events = [*FIRST, OutcomeDecided(Outcome.FAILED, "", seconds=10.0), JobEnded(Outcome.FAILED, "", seconds=11.0)]
     events += [JobResumed(seconds=50.0), *(type(event)(**vars(event) | {"seconds": 60.0}) for event in SECOND)]
@@ -100,6 +121,19 @@ def test_what_happened_must_be_listed_with_checkpoints_that_were_saved_one_after
         Moment("other", (50.0,), "the job was resumed"),
     ]
     assert moments([*FIRST, CheckpointSaved(seconds=12.0)])[-1] == Moment("checkpoint", (12.0,), "1 checkpoint saved")
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        *(NodesMissing(("n",), 1, "x"), HangFound({0: "S"}, 9.0), WorkersLost((1,)), WorkersIsolated(2, "x")),
+        *(GpusUnused((1,)), EngineLost("x"), DiskFull("x"), WarningIssued("x\nmore")),
+    ],
+    ids=lambda event: type(event).__name__,
+)
+def test_trouble_must_be_marked_and_be_a_line(event):
+    (found,) = moments([event, NodesUp(("n",), {"n": "h"}), CodeCopied(1, 2, 3, 4.0)])
+    assert found.kind == "trouble" and "\n" not in found.text
 
 
 def test_marks_must_be_on_the_bar_and_few():

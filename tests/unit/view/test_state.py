@@ -104,12 +104,12 @@ def test_the_progress_of_a_job_must_be_that_of_the_first_worker_that_still_runs(
     view.hear(0, parse("loss 0.5"), 4.0)
     assert status(view) == "loss 0.5"  # of rank 0, whichever leads
     for rank in (1, 2):
-        view.hear(rank, parse(f"step {rank}"), 4.0)
-    assert status(view) == "step 1, loss 0.5"
+        view.hear(rank, parse(f"step {rank - 1}"), 4.0)
+    assert status(view) == "step 0, loss 0.5"
     view.event(events.WorkerEnded(1, "trainer-1", 0, False), 5.0)
-    assert status(view) == "step 2, loss 0.5"
-    view.event(events.WorkerEnded(2, "trainer-2", 0, False), 5.0)
     assert status(view) == "step 1, loss 0.5"
+    view.event(events.WorkerEnded(2, "trainer-2", 0, False), 5.0)
+    assert status(view) == "step 0, loss 0.5"
 
 
 def test_workers_that_failed_must_come_first_then_idle_ones_then_those_behind():
