@@ -76,12 +76,8 @@ def test_gpus_must_be_shown_if_they_are_known():
     assert drawn(top)[0] == ["rank", "node", "state", "cores", "memory"]
     for share, memory in [*[(0.95, 1)] * (COLUMNS - 1), (0.37, 3)]:
         top.take_gpus({"GPU-a": (share, memory << 30), "GPU-b": (1.0, 1 << 30)})
-    assert drawn(top)[0][-2:] == ["gpu", "memory"] and drawn(top)[1][-4:] == [
-        "37%",
-        "█" * (COLUMNS - 1) + "▃",
-        "3",
-        "GiB",
-    ]
+    curve = "█" * (COLUMNS - 1) + "▃"
+    assert drawn(top)[0][-2:] == ["gpu", "memory"] and drawn(top)[1][-4:] == ["37%", curve, "3", "GiB"]
     assert drawn(top)[2] == ["1", "trainer-1"] and top.lines()[2].endswith("3 GiB")
 
 

@@ -23,7 +23,10 @@ REPORT = {
     **{"outcome": "failed", "reason": "max_restarts is 1", "world_size": 2, "generations": 2, "duration_s": 7.0},
     **{"engine": "docker", "code": "/code", "commit": "0123456789abcdef", "dirty": True, "torch": ["2.9.1", "<b>"]},
     **{"root_cause": failure(2), "failures": [failure(1), failure(2)], "isolated": "Use <DDP>."},
-    **{"final_metrics": {"loss": 0.123456, "total_steps": 9}, "exchanged_bytes": [4096 * 15, 4096 * 15]},
+    **{
+        "final_metrics": {"loss": 0.123456, "<i>": ["<u>"], "total_steps": 9},
+        "exchanged_bytes": [4096 * 15, 4096 * 15],
+    },
     **{"pace": [{"rank": 0, "node": "master", "step_s": 0.5, "step_p95_s": 0.75, "others_s": 0.25}]},
     **{"checkpoints": ["1.pt"], "written": ["out.txt"]},
 }
@@ -42,7 +45,7 @@ RUN = Run(
         Moment("other", (102.0,), "restarting"),
     ],
     progress=progress([*({"step": step} for step in (*range(1, 11), *range(6, 16))), LOST], 2),
-    curves={"loss": [(1, 2.0), (2, 1.0)]},
+    curves={"loss <b>": [(1, 2.0), (2, 1.0)]},
     axis="order in the log",
     command="-m app <x>",
     settings={"trainers": "1"},
@@ -61,8 +64,8 @@ def test_the_page_of_a_job_must_show_all_that_is_known_about_it():
         "a-1: failed a-1 failed (max_restarts is 1): 2 workers, 2 min 0 s, 2 generations "
         "Root cause rank 2 <failed> , at step 20 first <last> a hint "
         "The workers exchanged no data: if they train, each trained its own model. Use <DDP>. "
-        "Metrics loss metric last value loss 0.12346 Time Goodput: the script ran for 28 % of the time, "
-        "not counting repeated steps, saving and waiting. ▾ ▾ ▼ from to phase generation ended by "
+        'Metrics loss <b> metric last value loss 0.12346 <i> ["<u>"] Time Goodput: the script ran for 28 % of the '
+        "time, not counting repeated steps, saving and waiting. ▾ ▾ ▼ from to phase generation ended by "
         "0.0 s 10.0 s starting 0 10.0 s 50.0 s working 0 rank 1 failed 50.0 s 60.0 s restarting 1 "
         "60.0 s 80.0 s working 1 stopped by the user 80.0 s 1 min 50 s stopped 1 1 min 50 s 2 min 0 s ending 1 "
         "What happened at event 30.0 s to 48.0 s ▾ 2 checkpoints saved 60.0 s ▼ rank 1 failed 1 min 42 s restarting "
@@ -80,7 +83,9 @@ def test_the_page_of_a_job_must_show_all_that_is_known_about_it():
     )
     assert '<strong class="bad">failed' in html and "<pre>first\n&lt;last&gt;</pre>" in html
     assert '<td class="text">restarting' in html and ">order in the log</text>" in html
-    assert ">loss</text>" not in html and 'aria-label="loss, last value 1"' in html  # no legend, a description
+    assert (
+        ">loss &lt;b&gt;</text>" not in html and 'aria-label="loss &lt;b&gt;, last value 1"' in html
+    )  # no legend, a description
     assert re.findall('style="(?:left|flex): ([^"]*)" title="([^"]*)', html) == [
         *(("25.0%", "30.0 s: a checkpoint was saved"), ("40.0%", "48.0 s: a checkpoint was saved")),
         *(("50.0%", "60.0 s: rank 1 failed"), ("10.0 0 0", "starting, 10.0 s"), ("40.0 0 0", "working, 40.0 s")),
@@ -111,6 +116,12 @@ def test_changes_that_are_not_committed_must_be_linked_if_they_are_known():
     assert "commit <code>0123456789abcdef</code></td>" in none
 
 
+def test_what_is_known_must_be_shown_also_if_it_is_not_all():
+    assert "Workers Each worker sends" in words(page([but(pace=[])], [""]))
+    assert "Workers Seconds per step" in words(page([but(exchanged_bytes=[])], [""]))
+    assert "Metrics last value a-1 a-1 loss 0.12346" in words(page([dataclasses.replace(RUN, curves={})] * 2, [""] * 2))
+
+
 @pytest.mark.parametrize(
     "run",
     [
@@ -129,7 +140,9 @@ def test_a_comparison_must_show_each_job_and_first_what_differs():
     facts: dict[str, Any] = {"outcome": "succeeded", "root_cause": None, "world_size": 3, "generations": 1}
     facts |= {"commit": "", "dirty": False, "final_metrics": {"loss": 0.123456, "acc": [1, 2]}, "engine": "process"}
     first = dataclasses.replace(RUN, settings={"image": "x:1", "trainers": "1"})
-    other = dataclasses.replace(but(**facts), name="b-2", spans=[], axis="step", curves={"loss": [(1, 3.0), (2, 2.0)]})
+    other = dataclasses.replace(
+        but(**facts), name="b-2", spans=[], axis="step", curves={"loss <b>": [(1, 3.0), (2, 2.0)]}
+    )
     other = dataclasses.replace(other, settings={"image": "x:1"})
     html = page([first, other, dataclasses.replace(first, name="c-3", axis="none", curves={})], ["a/", "", "c"], "./")
     assert words(html) == (
@@ -138,7 +151,8 @@ def test_a_comparison_must_show_each_job_and_first_what_differs():
         "workers 2 3 2 generations 2 1 2 commit 0123456789ab and changes 0123456789ab and changes "
         "machine docker: 8 cores process: 8 cores docker: 8 cores "
         "Settings Settings that differ are marked . key a-1 b-2 c-3 trainers 1 not set 1 image x:1 x:1 x:1 "
-        "command -m app <x> -m app <x> -m app <x> Metrics loss last value a-1 b-2 c-3 acc not set [1, 2] not set "
+        "command -m app <x> -m app <x> -m app <x> Metrics loss <b> last value a-1 b-2 c-3 "
+        '<i> ["<u>"] not set ["<u>"] acc not set [1, 2] not set '
         f"loss 0.12346 0.12346 0.12346 orchestrate {__version__}"
     )
     assert Page(html).references() == {"./", "a/", "c"}
