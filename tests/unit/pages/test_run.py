@@ -30,6 +30,7 @@ def test_settings_command_and_machine_must_be_those_of_the_job_without_secrets(t
     paths = finished(JobPaths(tmp_path / "a-1"), spec)
     found = load(paths)
     assert found.command == "-m app --name 'it'\"'\"'s' '***'" and found.machine == "Docker Engine 26.1.5, 8 cores"
+    assert (found.name, found.axis) == ("a-1", "order in metrics.jsonl")
     assert found.settings == {
         **{"trainers": "2", "grace": "0.01", "env": "{API_TOKEN: '***'}"},
         "before": f"[echo, '***{' x' * 60}']",
@@ -75,8 +76,9 @@ def test_the_page_of_a_job_that_is_about_to_end_must_be_made_from_its_report(tmp
 
 
 def test_a_page_that_cannot_be_made_must_be_an_error_that_says_why(paths):
-    with pytest.raises(UsageError, match="a-1 has not ended"):
+    with pytest.raises(UsageError, match="a-1 has not ended") as error:
         write([paths], paths.page)
+    assert error.value.hint == "python -m orchestrate attach a-1"
     end(paths)  # with a report in which much is missing
     with pytest.raises(OrchestrateError, match=re.escape(f"cannot write {paths.page}: ")):
         write([paths], paths.page)
@@ -111,3 +113,5 @@ def test_curves_of_metrics_jsonl_must_be_preferred_to_as_many_points_in_the_outp
     (paths.shared / "metrics.jsonl").write_text('{"hunter2000": 2}\n{"hunter2000": 1}\n')
     paths.log(0).write_text("step 3 loss 2.5\nstep 4 loss 2.5\n")
     assert curves_of(paths, SPEC, 1)[1:] == ({"***": [(1, 2), (2, 1)]}, "order in metrics.jsonl")
+    (paths.shared / "metrics.jsonl").write_text('{"step": 4, "acc": 2}\n{"step": 9, "acc": 1}\n')
+    assert curves_of(paths, SPEC, 1)[1:] == ({"acc": [(4, 2), (9, 1)]}, "step")

@@ -86,7 +86,8 @@ def test_a_generation_that_never_worked_must_prolong_the_start():
 
 def test_work_must_last_until_the_workers_have_ended_also_if_the_outcome_is_known_earlier():
     events = [*FIRST[:3], OutcomeDecided(Outcome.STOPPED, "", seconds=8.0), ended(Outcome.STOPPED, 10.0)]
-    assert summary(events)[1:] == [("working", 3.0, 10.0, 0, "finished")]
+    events += [NodeInTrouble("n", "paused", seconds=12.0)]
+    assert summary(events)[1:] == [("working", 3.0, 10.0, 0, "finished"), ("ending", 10.0, 12.0, 0, "")]
 
 
 def test_no_time_may_be_negative_if_the_clock_was_set_back():

@@ -1,5 +1,7 @@
 """What a screen keeps of a job: when its events happened, which workers it has, and what its script has written."""
 
+import re
+
 import pytest
 from support.optional import not_none
 from support.plans import HERE, plan
@@ -15,6 +17,10 @@ from orchestrate.view.state import status
 BAR = " 50%|#####     | 135/270 [00:04<01:02,  2.00s/it, loss=0.25]"
 
 
+def hide(text: str) -> str:
+    return text.replace("hunter2", "***")
+
+
 @pytest.fixture
 def now():
     return Clock()
@@ -22,7 +28,7 @@ def now():
 
 @pytest.fixture
 def screen(paths, now):
-    return Folded(store.look(paths)[1], paths, lambda text: text.replace("hunter2", "***"), now)
+    return Folded(store.look(paths)[1], paths, hide, now)
 
 
 def test_events_must_count_from_when_they_happened(screen, now):
@@ -34,9 +40,11 @@ def test_events_must_count_from_when_they_happened(screen, now):
         assert now.monotonic() - not_none(screen.view.saved) == age
 
 
-def test_only_workers_of_the_generation_that_runs_may_be_shown(screen):
+def test_only_workers_of_the_generation_that_runs_may_be_shown(screen, now):
     screen.planned(plan(JobSpec(trainers=0), HERE, "a-1", generation=1))
     screen.heard(2, parse(BAR))
+    screen.heard(0, None)
+    assert screen.view.ranks[0].heard == now.monotonic()
     screen.activity({0: Activity("R", 1.0, 7), 2: Activity("R", 1.0, 7)})
     assert {number: rank.memory for number, rank in screen.view.ranks.items()} == {0: 7} and not status(screen.view)
 
@@ -59,11 +67,12 @@ def test_a_phase_must_end_once_the_script_reports_progress(screen, paths, now, r
 
 
 def test_metrics_must_be_read_from_time_to_time_and_an_empty_status_must_not_be_printed(paths, now, capsys):
-    screen, reads = PlainScreen(store.look(paths)[1], paths, clock=now), []
+    screen, reads = PlainScreen(store.look(paths)[1], paths, hide, now), []
+    (paths.shared / "metrics.jsonl").write_text('{"hunter2": 1}\n')
     for _ in range(40):
         now.sleep(0.5)
         screen.refresh(lambda: reads.append(now.now) or {0: parse(BAR)})
-    assert len(reads) == 5 and "step 135" in capsys.readouterr().err
+    assert len(reads) == 5 and re.fullmatch("a-1: step 135 of 270 .*, loss 0.25\n", capsys.readouterr().err)
     screen.planned(plan(JobSpec(trainers=0), HERE, "a-1", generation=1))
     now.sleep(60)
     screen.refresh(dict)

@@ -316,6 +316,7 @@ def test_the_view_must_show_phases_activity_and_metrics_without_secrets(paths, m
         assert streams == (sys.stdout, sys.stderr) and screen.watch
         screen.watch({0: Activity("R", 1.0, 3 << 20)})
         screen.refresh(dict)
+        assert "loss 0.5" in terminal.getvalue()
         console.phase("starting 3 nodes")
     found = terminal.getvalue()
     assert [text in found for text in ("starting 3 nodes (0 s)", "3 MiB", "loss 0.5", KEYS, "hunter2")] == [
