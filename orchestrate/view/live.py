@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.live import Live
 
 from orchestrate import console
+from orchestrate.clock import SYSTEM, Clock
 from orchestrate.files.paths import JobPaths
 from orchestrate.job.plan import Plan
 from orchestrate.view.folded import Folded
@@ -25,13 +26,21 @@ MAX_LINES = 500  # that wait for the next picture
 class LiveScreen(Folded):
     """Draws the picture at intervals, and prints lines above it."""
 
-    def __init__(self, plan: Plan, paths: JobPaths, keys: str, hide: Callable[[str], str] = str) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        paths: JobPaths,
+        keys: str,
+        hide: Callable[[str], str] = str,
+        clock: Clock = SYSTEM,
+        cpu: Callable[[], float] = time.thread_time,
+    ) -> None:
         """`paths` are the files of the job, whose metrics are shown; `keys` describes what Ctrl-C does.
 
-        `hide` removes secrets from names of metrics.
+        `hide` removes secrets from names of metrics; `cpu()` is the thread's CPU time in seconds.
         """
-        super().__init__(plan, paths, hide)
-        self.keys = keys
+        super().__init__(plan, paths, hide, clock)
+        self.keys, self.cpu = keys, cpu
         self.terminal = Console(file=sys.stderr, highlight=False)
         self.live = Live(
             console=self.terminal,
@@ -47,7 +56,7 @@ class LiveScreen(Folded):
 
     def _picture(self):  # type: ignore[no-untyped-def]
         size = self.terminal.size
-        return picture(self.view, time.monotonic(), size.width, size.height, self.keys)
+        return picture(self.view, self.clock.monotonic(), size.width, size.height, self.keys)
 
     def above(self, line: str) -> None:
         """Print a line above the picture, with the next one; at once if there is none anymore."""
@@ -59,17 +68,17 @@ class LiveScreen(Folded):
     def phase(self, text: str) -> None:
         """Show what is in progress."""
         with self.lock:
-            self.view.enter(text, time.monotonic())
+            self.view.enter(text, self.clock.monotonic())
 
     def refresh(self, bars: Callable[[], Mapping[int, Progress | None]]) -> None:
         """Draw again, unless that was just done."""
         with self.lock:
-            if time.monotonic() < self.due:
+            if self.clock.monotonic() < self.due:
                 return
-            began = time.thread_time()
+            began = self.cpu()
             self.catch_up(bars())
             self._draw()
-            self.due = time.monotonic() + max(INTERVAL, (time.thread_time() - began) / MAX_LOAD)
+            self.due = self.clock.monotonic() + max(INTERVAL, (self.cpu() - began) / MAX_LOAD)
 
     def _draw(self) -> None:
         lines, self.lines = self.lines, []

@@ -1,11 +1,11 @@
 """The picture of a running job: what it contains at any size, and what the live view does with a terminal."""
 
+import contextlib
 import errno
 import io
 import os
 import re
 import sys
-from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -378,19 +378,17 @@ def test_a_terminal_that_does_not_take_the_last_picture_must_not_end_the_job(pat
 
 @pytest.mark.parametrize(("seconds", "tenths"), [(0.02, 10), (0.0, 3)])  # 2% of a core
 def test_pictures_must_be_drawn_less_often_if_they_take_long(paths, monkeypatch, seconds, tenths):
-    pytest.importorskip("rich")
-    screen = LiveScreen(store.look(paths)[1], paths, KEYS)
-    clock = SimpleNamespace(now=100.0, cpu=0.0)
-    clock.monotonic, clock.thread_time = lambda: clock.now, lambda: clock.cpu
-    monkeypatch.setattr("orchestrate.view.live.time", clock)
-    drawings: list[float] = []
+    attached(monkeypatch)
+    clock, drawings = Clock(), list[float]()
+    with contextlib.closing(
+        LiveScreen(store.look(paths)[1], paths, KEYS, clock=clock, cpu=lambda: len(drawings) * seconds)
+    ) as screen:
 
-    def draw() -> None:
-        drawings.append(clock.now)
-        clock.cpu += seconds
+        def bars() -> dict:  # is asked for each picture
+            drawings.append(clock.now)
+            return {}
 
-    monkeypatch.setattr(screen, "_draw", draw)
-    for tenth in range(30):
-        clock.now = 100.0 + tenth / 10
-        screen.refresh(dict)
+        for tenth in range(30):
+            clock.now = 100.0 + tenth / 10
+            screen.refresh(bars)
     assert drawings == [100.0 + tenth / 10 for tenth in range(0, 30, tenths)]
