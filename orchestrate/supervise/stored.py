@@ -111,12 +111,13 @@ class Stored(Stores):
             store = open_store(self.spec.output)
         except OrchestrateError as failure:
             return Copied("output", self.spec.output, 0, str(failure), failure.hint, [])
-        name, stops, moved = self.paths.root.name, self.stops(), time.monotonic()
+        clock, name, stops = self.emit.clock, self.paths.root.name, self.stops()
+        moved = clock.monotonic()
         done: set[str] = set()
         skipped: dict[str, str] = {}
         error = StorageError("copying was stopped")
         with during(f"copying output to {store.url}/{name}"):
-            while self.stops() == stops and time.monotonic() - moved < NO_PROGRESS:
+            while self.stops() == stops and clock.monotonic() - moved < NO_PROGRESS:
                 count = len(done)
                 try:
                     skipped = upload(store, self.paths.folder, name, done, lambda: self.stops() > stops)
@@ -126,7 +127,7 @@ class Stored(Stores):
                     break
                 except (StorageError, OSError, Changed, Unreadable) as failure:
                     error = failure if isinstance(failure, StorageError) else StorageError(str(failure))
-                moved = time.monotonic() if len(done) > count else moved
-                time.sleep(RETRY_INTERVAL)
+                moved = clock.monotonic() if len(done) > count else moved
+                clock.sleep(RETRY_INTERVAL)
         notes = [f"{path}: {why}" for path, why in skipped.items()]
         return Copied("output", f"{store.url}/{name}", len(done), str(error), error.hint, notes)

@@ -111,7 +111,8 @@ def test_a_command_that_is_slow_to_stop_must_not_fail_the_next_generation(prepar
 
 @pytest.mark.skipif(sys.platform != "linux", reason="CPU times are only on Linux")
 def test_a_command_that_computes_must_not_be_a_hang(prepared, nothing_left):
-    computes = "import time; end = time.process_time() + 3\nwhile time.process_time() < end: pass"
+    computes = "import time; end = time.process_time() + 3\nwhile time.process_time() < end: pass\n"
+    computes += "print('more than a pipe holds' * 10_000)"
     (prepared.folder / "computes.py").write_text(computes)
     (prepared.folder / "work.py").write_text("import json")
     hangs = ("--set", "hang_after=1", "--set", "preload=json", "--max-restarts", "0")

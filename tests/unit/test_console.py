@@ -1,6 +1,7 @@
 """Output must be complete or an error, in any encoding, and must not control the terminal."""
 
 import contextlib
+import io
 import os
 import pty
 import re
@@ -321,3 +322,18 @@ def test_output_that_cannot_be_written_must_be_an_error_unless_the_reader_has_cl
     done = subprocess.run(ps, stdout=writer, stderr=subprocess.PIPE, text=True, env=env, cwd=tmp_path)
     os.close(writer)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("env", "expected"),
+    [({"TERM": "xterm"}, True), ({}, False), ({"TERM": "dumb"}, False), ({"TERM": "xterm", "NO_COLOR": "1"}, False)],
+)
+def test_only_a_terminal_that_is_known_to_understand_them_must_get_colors(monkeypatch, env, expected):
+    for name in ("TERM", "NO_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+        if name in env:
+            monkeypatch.setenv(name, env[name])
+    leader, follower = pty.openpty()
+    with os.fdopen(leader), os.fdopen(follower, "w") as stream:
+        assert console.colors(stream) is expected
+    assert not console.colors(io.StringIO()) and not console.colors(None)

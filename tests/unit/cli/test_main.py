@@ -23,7 +23,7 @@ from orchestrate.errors import (
     StorageLost,
     UsageError,
 )
-from orchestrate.files.paths import JobPaths
+from orchestrate.files.paths import STDIN, JobPaths
 from orchestrate.job import store
 from orchestrate.job.layers import resolve
 
@@ -56,6 +56,13 @@ def test_run_must_exit_with_the_code_of_the_jobs_outcome(do, engine, runs, argum
     engine.generations = [[KILLED] if code == 1 else []]
     ended, out, err = do("run", "--trainers", "2", "--set", "grace=0.01s", *arguments, *APP)
     assert (ended, out, err[-1]) == (code, [], str(next(runs.iterdir())))
+
+
+def test_standard_input_must_be_in_the_job_folder_for_rank_0(do, engine, runs, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"hello")))
+    engine.generations = [[ALL_WELL]]
+    assert do("run", "--trainers", "2", "--stdin", *APP)[0] == 0
+    assert next(runs.iterdir()).joinpath("job", STDIN).read_bytes() == b"hello"
 
 
 def test_stdout_must_hold_worker_output_or_what_was_requested_instead(do, engine, runs):

@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 from support.commanded import create
@@ -21,12 +22,18 @@ def repository(tmp_path, monkeypatch):
     """A repository with one file."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     there = tmp_path / "there"
-    who = {f"GIT_{who}_{what}": "x@y" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
     there.mkdir()
     (there / "train.py").touch()
-    for arguments in ("init --quiet", "add .", "commit --quiet --message x"):
-        subprocess.run(["git", *arguments.split()], cwd=there, env=os.environ | who, check=True)
+    subprocess.run(["git", "init", "--quiet"], cwd=there, check=True)
+    commit(there)
     return there
+
+
+def commit(repository: Path) -> None:
+    """Commit all files."""
+    who = {f"GIT_{who}_{what}": "x@y" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
+    for arguments in ("add .", "commit --quiet --message x"):
+        subprocess.run(["git", *arguments.split()], cwd=repository, env=os.environ | who, check=True)
 
 
 @pytest.mark.parametrize(
@@ -107,3 +114,10 @@ def test_what_an_interrupted_checkout_has_left_must_not_prevent_a_later_one(repo
     (folder.parent / f".{folder.name}" / "half").touch()
     shutil.rmtree(folder)
     assert source.check_out(where) == folder and os.listdir(folder) == ["train.py"]
+
+
+def test_a_folder_of_a_repository_that_is_a_link_to_elsewhere_must_be_refused(repository):
+    (repository / "src").symlink_to("/etc")
+    commit(repository)
+    with pytest.raises(UsageError, match="src leads out of the repository"):
+        source.enter(JobSpec(source=f"git+file://{repository}#src"))

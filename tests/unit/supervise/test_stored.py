@@ -9,7 +9,7 @@ import pytest
 from support.commanded import create
 from support.object_stores import Saved
 from support.recording import RecordingEngine
-from support.scripted import ALL_WELL, Job
+from support.scripted import ALL_WELL, Clock, Job
 
 from orchestrate import console
 from orchestrate.errors import StorageError
@@ -24,7 +24,7 @@ from orchestrate.storage.mirror import Mirror, State
 from orchestrate.storage.output import MAX_FAILURES, upload
 from orchestrate.storage.parallel import AT_ONCE
 from orchestrate.storage.store import open_store
-from orchestrate.supervise.stored import Stored
+from orchestrate.supervise.stored import NO_PROGRESS, RETRY_INTERVAL, Stored
 from orchestrate.supervise.stores import Stores, prepare
 
 
@@ -125,7 +125,9 @@ class Copies:
     def __init__(self, folder: Path, output: bool = False, stops: int = 0) -> None:
         self.job, self.stops = Saved(folder / "run"), stops
         spec = JobSpec(checkpoints=f"file://{folder}/store", output=f"file://{folder}/output" if output else "")
-        self.emit = Recorder(folder / "events.jsonl")
+        self.clock = Clock()
+        self.began = self.clock.now
+        self.emit = Recorder(folder / "events.jsonl", clock=self.clock)
         self.stored = Stored(spec, JobPaths(folder / "run"), lambda: self.stops, self.emit)
 
     def end(self, quiet: bool) -> list[Copied]:
@@ -222,3 +224,13 @@ def test_no_secret_must_be_published_with_the_output_of_a_job(tmp_path):
         path.name for path in (paths.report, paths.page, paths.events, paths.spec, paths.plan, paths.patch)
     }
     assert "canary-7" not in "".join(published.values())
+
+
+def test_the_end_of_a_job_must_not_wait_forever_for_a_file_that_cannot_be_copied(tmp_path):
+    copies = Copies(tmp_path, output=True)
+    for name in ("a", "b"):
+        copies.job.write(name, b"content")
+    (tmp_path / "output" / "run" / "checkpoints" / "b").mkdir(parents=True)  # in the way of a file
+    (copied,) = copies.end(quiet=True)
+    assert copied.files == 1 and copied.error
+    assert NO_PROGRESS <= copies.clock.now - copies.began <= NO_PROGRESS + 2 * RETRY_INTERVAL
