@@ -146,7 +146,7 @@ def write_whole(path: str | Path, text: str, folder: int | None = None, mode: in
         with os.fdopen(descriptor, "w") as file:
             file.write(text)
         os.replace(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
-    except OSError:
+    except BaseException:
         os.unlink(temporary, dir_fd=folder)
         raise
 

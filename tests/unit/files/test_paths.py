@@ -98,6 +98,9 @@ def test_writing_a_file_must_replace_a_link_and_not_its_target(paths):
     assert (paths.root.parent / "secret").read_text() == SECRET
     with pytest.raises(IsADirectoryError):
         write_whole(paths.shared, "ours")
+    with pytest.raises(UnicodeEncodeError):
+        write_whole(paths.report, "\ud800")
+    assert paths.report.read_text() == "ours"
     assert not list(paths.root.glob(".*"))
 
 

@@ -276,6 +276,16 @@ def test_a_link_created_meanwhile_must_not_be_followed(tmp_path, link):
         owners.make(runs)
 
 
+@needs_root
+def test_a_new_folder_that_everyone_can_change_must_be_refused(tmp_path):
+    mask = os.umask(0)
+    try:
+        with pytest.raises(UsageError, match="every user can change"):
+            owners.make(tmp_path / "runs")
+    finally:
+        os.umask(mask)
+
+
 @pytest.mark.parametrize("path", ["a/to/b", "a/to/../b", "gone/../a/to", "a/./up/a", "a/all/etc", "new/one"])
 def test_a_path_must_be_resolved_as_the_system_resolves_it(tmp_path, monkeypatch, path):
     (tmp_path / "a" / "b").mkdir(parents=True)
