@@ -3,6 +3,7 @@
 import dataclasses
 import tarfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -221,9 +222,12 @@ def start(engine: SwarmSession) -> None:
 
 
 def test_the_next_generation_must_wait_for_the_lease_of_a_lost_node(engine, clock):
-    until = clock.now + 9
+    began, until = clock.now, clock.now + 9
     engine.lease_ends, engine.asked = {"t0": until, "t1": clock.now - 1}, {"trainer-1": clock.now}
+    ended: list[float] = []
+    engine.sync = SimpleNamespace(close=lambda: ended.append(clock.now))
     start(engine)
+    assert ended == [began]  # the old copier must not see the files that the next generation is sent
     assert until <= clock.now < until + 1
     assert not engine.lease_ends and not engine.asked and engine.first == "master"
 
