@@ -54,7 +54,8 @@ class Agent:
         self.files = Files()
         self.lease: Lease | None = None
         self.traffic, self.progress = Traffic(loop, self._pids), StatusServer(loop)
-        self.bound: dict[str, tuple[os.stat_result, int]] = {}  # path of a socket: the file, and its mode
+        # Path of a socket: the file, its mode, and the listener.
+        self.bound: dict[str, tuple[os.stat_result, int, Listener]] = {}
         self.limits_and_priority = limits_and_priority(os.getpid())
         self.idle_since = time.monotonic() + FIRST_JOB
         self.prepared = False  # whether the command of `before` has succeeded for this job
@@ -89,8 +90,8 @@ class Agent:
             os.umask(mask)
         server.listen(BACKLOG)
         os.replace(early, path)  # clients see it only once it accepts connections
-        self.bound[path] = os.lstat(path), mode
-        self.listeners.append(Listener(self.loop, server, self.receive, self.key))
+        self.listeners.append(listener := Listener(self.loop, server, self.receive, self.key))
+        self.bound[path] = os.lstat(path), mode, listener
 
     def receive(self, channel: Channel, message: Any) -> None:
         """Execute a request, or raise Refused; None means that the client has disconnected."""
@@ -172,10 +173,10 @@ class Agent:
         Raises Refused if its environment has no valid rank or generation, or if a secret cannot be written.
         """
         generation, rank = whose(env)
-        if request.log is not None:
-            self.files.follow(env.get("JOB_DIR", ""), rank, request.log)
         if self.job not in ("", env.get("JOB_ID")) and not self.clean():  # the last job was not cleaned up
             return
+        if request.log is not None:
+            self.files.follow(env.get("JOB_DIR", ""), rank, request.log)
         self.job, self.folder, self.hint = env.get("JOB_ID", ""), env.get("JOB_DIR", ""), ""
         if generation < max(self.generation, fence(env.get("JOB_DIR"))):
             return self.report(protocol.Ended(generation, rank, NOT_STARTED, time.time(), "", asked=True))
@@ -275,12 +276,13 @@ class Agent:
 
     def _bind_again(self) -> None:
         """Listen again if a worker has replaced or removed a socket; raises OSError."""
-        for path, (bound, mode) in list(self.bound.items()):
+        for path, (bound, mode, listener) in list(self.bound.items()):
             try:
                 there = os.path.samestat(os.lstat(path), bound)
             except FileNotFoundError:
                 there = False
             if not there:
+                listener.close()
                 self.listen(path, mode)
 
     def status(self) -> protocol.Status:

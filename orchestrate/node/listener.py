@@ -53,6 +53,11 @@ class Listener:
         self.sweeping = False
         serve(loop, server, self._take, self._make_room)
 
+    def close(self) -> None:
+        """Accept no more connections."""
+        self.loop.forget(self.server)
+        self.server.close()
+
     def drop(self, kept: Channel) -> None:
         """Close all connections but one, including those not yet accepted; their pending requests are dropped."""
         with contextlib.suppress(OSError):

@@ -1,8 +1,11 @@
 """An agent must act on a request only after what protects the job, and keep nothing of a job for the next one."""
 
 import base64
+import contextlib
 import hashlib
 import os
+import signal
+import socket
 import stat
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -62,10 +65,16 @@ def ask(tmp_path) -> Iterator[Any]:
     def ask(request: str, **facts: object) -> None:
         node.receive(client, {"ask": request, **facts})
 
-    def start(generation: int = 0, secrets: dict[str, str] | None = None, **env: str) -> None:
+    def start(
+        generation: int = 0,
+        secrets: dict[str, str] | None = None,
+        before: list[str] | None = None,
+        log: int | None = None,
+        **env: str,
+    ) -> None:
         own = {"RANK": "0", "WORLD_SIZE": "2", "JOB_ID": "j", "JOB_DIR": str(tmp_path / "job")}
         own |= {"TORCHELASTIC_RESTART_COUNT": str(generation), **env}
-        ask("start", command=["x.py"], env=own, inherit=False, secrets=secrets)
+        ask("start", command=["x.py"], env=own, inherit=False, secrets=secrets, before=before, log=log)
 
     yield SimpleNamespace(node=node, loop=loop, client=client, request=ask, start=start)
     for each in loop.watched:
@@ -91,10 +100,12 @@ def test_an_upload_that_cannot_be_unpacked_must_be_answered_with_the_reason(ask,
 def test_a_node_must_stay_up_for_its_whole_time_after_its_last_client_has_left(ask):
     ask.request("status")
     ask.node.idle_since = -1000.0
+    ask.node.expire(100.0)
     ask.node.receive(ask.client, None)
     ask.node.expire(100.0)
     assert ask.loop.stops == []
     ask.node.idle_since -= 200.0
+    ask.node.receive(object(), None)  # a client that has only looked whether the node listens
     ask.node.expire(100.0)
     assert ask.loop.stops == [True]
 
@@ -139,17 +150,50 @@ def test_secrets_must_be_written_for_this_user_only_or_the_start_be_refused_with
 
 
 def test_a_cleaned_node_must_have_no_upload_lease_or_status_server_of_the_last_job(ask, tmp_path):
-    put(ask.node.files, tmp_path / "job", packed(name="content"))
-    ask.request("lease", relay=["127.0.0.1", 9])
-    ask.start()
-    assert len(ask.loop.watched) == 2 and ask.node.status().tags
-    ask.request("clean")
-    assert ask.client.sent[-1] == protocol.Cleaned()
-    assert not ask.loop.watched and ask.node.status().tags == {}
+    for _ in range(2):
+        put(ask.node.files, tmp_path / "job", packed(name="content"))
+        ask.request("lease", relay=["127.0.0.1", 9])
+        ask.start()
+        assert len(ask.loop.watched) == 2 and ask.node.status().tags
+        ask.request("clean")
+        assert ask.client.sent[-1] == protocol.Cleaned()
+        assert not ask.loop.watched and ask.node.status().tags == {}
 
 
-def test_a_node_must_listen_again_after_a_job_has_removed_its_socket(ask, tmp_path):
-    ask.node.listen(str(tmp_path / "s"))
-    (tmp_path / "s").unlink()
-    ask.request("clean")
-    assert stat.S_ISSOCK((tmp_path / "s").stat().st_mode)
+def test_a_node_must_listen_again_once_and_for_the_same_users_after_a_job_has_removed_its_socket(ask, tmp_path):
+    path, found = tmp_path / "s", []
+    ask.node.listen(str(path), 0o660)
+    path.rename(tmp_path / "moved")
+    for _ in range(2):
+        ask.request("clean")
+        found.append(path.stat())
+        assert len(ask.loop.watched) == 1  # the old one is closed
+    assert stat.S_ISSOCK(found[0].st_mode) and stat.S_IMODE(found[0].st_mode) == 0o660
+    assert os.path.samestat(*found)
+
+
+def test_a_clean_must_close_the_connections_of_the_last_job_to_all_sockets(ask, tmp_path):
+    with contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(2)]
+        for name, client in zip("ab", clients):
+            ask.node.listen(str(tmp_path / name))
+            client.connect(str(tmp_path / name))
+        ask.loop.turn()
+        ask.request("clean")
+        assert [len(client.makefile("rb").read()) for client in clients] == [33, 33]  # the nonce, then the end
+
+
+def test_the_command_of_before_must_find_the_secrets_of_its_job(ask, tmp_path):
+    secret, found = tmp_path / "secrets" / "TOKEN", []
+    ask.loop.hold = lambda first: (found.append(secret.read_text()), first.kill(signal.SIGTERM), first.close())
+    ask.loop.release = lambda code, command: found.append((code, command))
+    ask.start(secrets={str(secret): "value"}, before=["sh", "a b"])
+    assert found == ["value", (143, "sh 'a b'")]
+
+
+def test_the_log_of_a_job_must_be_reported_even_if_the_last_job_was_not_cleaned_up(ask, tmp_path):
+    ask.start(JOB_ID="last", log=0)
+    ask.start(log=0)
+    (tmp_path / "job" / "logs").mkdir()
+    (tmp_path / "job" / "logs" / "rank-0.log").write_text("text")
+    assert ask.node.files.changes(str(tmp_path / "job"), {"logs/rank-0.log": 0}).logs
