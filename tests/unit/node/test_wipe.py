@@ -42,7 +42,7 @@ def test_a_folder_must_be_emptied_except_the_nodes_sockets_and_link_targets(tmp_
         with socket.socket(socket.AF_UNIX) as sock:
             sock.bind(str(folder / name))
     os.link(folder / "node.sock", folder / "inductor")  # a name that the next job might use
-    wipe([str(tmp_path / "none"), str(folder)], {str(folder / "node.sock")})
+    wipe([str(tmp_path / "none"), str(folder)], {str(folder / "node.sock"), str(outside / "file")})
     assert [path.name for path in folder.iterdir()] == ["node.sock"]
     assert (outside / "mine").exists()
 
@@ -60,7 +60,7 @@ def test_system_v_ipc_objects_must_be_freed(ipc):
 
 def test_files_that_cannot_be_removed_must_be_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(agent, "clear", lambda folder, keep: ["a", "gone"])
-    (tmp_path / "a").touch()
+    (tmp_path / "a").symlink_to("nowhere")
     with pytest.raises(OSError, match="1 files of the job cannot be removed"):
         wipe([str(tmp_path)], set())
     monkeypatch.setattr(os, "geteuid", lambda: 4711)
