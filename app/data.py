@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 NAMES = ("digits", "mnist", "colours", "cifar10")
-HOME = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "orchestrate"
+HOME = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "orchestrate"
 TRAIN, TEST = 12_000, 2_000  # images of the generated set
 VERSION = 1  # of the generator below: cached sets of other versions are ignored
 
