@@ -20,6 +20,8 @@ def test_of_equally_good_checkpoints_the_newest_must_be_the_best(tmp_path):
     store = saved(tmp_path, 0.5, 0.7, 0.7, 0.1, 0.2)
     assert checkpoint.load(tmp_path / "best")[0]["step"] == 3
     assert [manifest["step"] for _, manifest in store.all()] == [3, 4, 5]
+    saved(tmp_path / "poor", 0.0, None)
+    assert checkpoint.load(tmp_path / "poor" / "best")[0]["step"] == 1
 
 
 def test_a_save_must_replace_an_earlier_checkpoint_of_the_same_step(tmp_path):
@@ -28,12 +30,15 @@ def test_a_save_must_replace_an_earlier_checkpoint_of_the_same_step(tmp_path):
     store.wait()
     assert store.misses == 0 and not_none(store.newest())[0]["again"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["last", "step-00000001", "step-00000002"]
+    shutil.copytree(store.path(1), tmp_path / ".step-00000002.old")  # of a process that was killed after replacing it
+    assert not_none(store.newest())[0]["again"]
 
 
 def test_a_save_must_remove_the_remains_of_a_killed_one_before_it_writes(tmp_path, monkeypatch):
     half, write, existed = tmp_path / ".step-00000007.4711", torch.save, []
     half.mkdir()
     (half / "state.pt").write_bytes(b"half")
+    (tmp_path / ".step-last").symlink_to(half.name)
 
     def note(*arguments: object) -> None:
         existed.append(half.exists())
