@@ -174,13 +174,17 @@ def test_a_node_must_listen_again_once_and_for_the_same_users_after_a_job_has_re
 
 def test_a_clean_must_close_the_connections_of_the_last_job_to_all_sockets(ask, tmp_path):
     with contextlib.ExitStack() as stack:
-        clients = [stack.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(2)]
-        for name, client in zip("ab", clients):
+        clients = [stack.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(6)]
+        for name in "ab":
             ask.node.listen(str(tmp_path / name))
-            client.connect(str(tmp_path / name))
-        ask.loop.turn()
+        for number, client in enumerate(clients):
+            client.settimeout(5)
+            client.connect(str(tmp_path / "ab"[number % 2]))
+            if number < 2:  # the others wait to be accepted
+                ask.loop.turn()
         ask.request("clean")
-        assert [len(client.makefile("rb").read()) for client in clients] == [33, 33]  # the nonce, then the end
+        read = [len(client.makefile("rb").read()) for client in clients]
+        assert read == [33, 33, 0, 0, 0, 0]  # two nonces
 
 
 def test_the_command_of_before_must_find_the_secrets_of_its_job(ask, tmp_path):

@@ -162,13 +162,13 @@ FULL = [errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM]
 @pytest.mark.parametrize("number", [errno.ECONNABORTED, errno.EPROTO, *FULL])
 def test_a_failed_accept_must_be_retried(number):
     class Server:
-        fails = True
+        fails, descriptor = True, 3
 
         def setblocking(self, flag: bool) -> None:
             assert not flag
 
         def fileno(self) -> int:
-            return 3
+            return self.descriptor
 
         def accept(self) -> tuple[str, str]:
             if self.fails:
@@ -182,6 +182,10 @@ def test_a_failed_accept_must_be_retried(number):
     if number in FULL:
         assert server not in loop.watched  # otherwise it would be readable all the time
         ((_, retry),) = loop.due
+        server.descriptor = -1
+        retry()
+        assert server not in loop.watched  # it was closed
+        server.descriptor = 3
         retry()
     loop.watched[server]()
     assert accepted == [("connection", "address")]

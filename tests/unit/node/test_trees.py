@@ -135,10 +135,10 @@ with tempfile.TemporaryDirectory() as folder:
         os.chmod(f"{folder}/{name}/file", 0)
     os.chmod(f"{folder}/closed", 0)
     found = Files().changes(folder, {}).files
-    print(*found, Files().read(folder, "open/file", 0).data)
+    print(*found, Files().read(folder, "open/file", 0).data, oct(os.stat(f"{folder}/open/file").st_mode))
     os.chmod(f"{folder}/closed", 0o700)
 """
-    assert run_without_capabilities(code) == "open/file eA==\n"
+    assert run_without_capabilities(code) == "open/file eA== 0o100600\n"
 
 
 # --- uploads
