@@ -214,6 +214,15 @@ def test_samples_must_be_most_frequent_at_first_and_end_with_the_workers(monkeyp
     timers.now += 100.0
     timers.fire()
     assert timers.fire() == traffic.MAX_INTERVAL
+    for _ in range(6):
+        timers.now = node.next_scan + 1
+        timers.fire()
+    assert node.next_scan - timers.now == traffic.SCAN_INTERVALS[1]
+    node.start()  # of a worker whose child processes are new
+    timers.now += 1
+    timers.fire()
+    assert node.next_scan - timers.now == traffic.SCAN_INTERVALS[0]
+    timers.now += 100.0
     node.took = 2.0  # the machine has very many connections
     node._wait()
     assert timers.waiting.pop()[0] == 2.0 / traffic.MAX_LOAD
@@ -235,7 +244,7 @@ def test_a_system_that_does_not_report_connections_must_leave_use_unknown(monkey
 
 
 @pytest.mark.parametrize("error", [TimeoutError(), struct.error(), TypeError()])
-def test_one_failed_sample_must_not_end_sampling(monkeypatch, start, error):
+def test_failed_samples_must_not_end_sampling_once_one_has_succeeded(monkeypatch, start, error):
     def fail():
         raise error
 
@@ -245,7 +254,8 @@ def test_one_failed_sample_must_not_end_sampling(monkeypatch, start, error):
     timers.fire()
     with monkeypatch.context() as patch:
         patch.setattr(traffic, "connections", fail)
-        timers.fire()
+        for _ in range(traffic.MAX_FAILURES):
+            timers.fire()
     assert node.use(0) and timers.waiting
 
 
@@ -264,7 +274,8 @@ def test_an_open_gpu_and_a_loaded_torch_must_be_seen(monkeypatch, start, tmp_pat
     library.write_bytes(b"x" * 4096)
     code = (
         "import mmap, sys\nfile, library = open(sys.argv[1]), open(sys.argv[2], 'r+b')\n"
-        "mapped = mmap.mmap(library.fileno(), 0)\nprint(1, flush=True)\ninput()"
+        "mapped = mmap.mmap(library.fileno(), 0)\nprint(1, flush=True)\n"
+        "input()\nfile.close()\nmapped.close()\nprint(2, flush=True)\ninput()"
     )
     worker = start(code, str(device), str(library))
     assert line(worker) == "1"
@@ -273,3 +284,9 @@ def test_an_open_gpu_and_a_loaded_torch_must_be_seen(monkeypatch, start, tmp_pat
     while not (use := node.use(0)) or not use.sampled:
         node.sample()
     assert use.gpu and use.torch and use.version == known and use.exchanged == use.connected == 0
+    print(file=worker.stdin, flush=True)
+    assert line(worker) == "2"
+    node.next_scan = 0.0
+    node.sample()
+    later = node.use(0)
+    assert later and later.gpu and later.torch and later.version == known  # they were used
