@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -157,12 +158,15 @@ def test_a_worker_that_cannot_be_started_must_be_reported_as_ended(tmp_path):
     node.end()
 
 
-def test_the_cpu_time_of_a_worker_must_include_its_child_processes(waiting):
-    burn = "while time.process_time() < 0.3: pass\nprint('burnt')\nsignal.pause()"
+def test_cpu_time_and_memory_of_a_worker_must_include_its_child_processes(waiting):
+    burn = "while time.process_time() < 0.3: pass\nprint('burnt', open('/proc/self/statm').read().split()[1])\n"
+    burn += "signal.pause()"
     waiting.start(0, f"import os, signal, time\nos.fork()\n{burn}")
     eventually(lambda: waiting.log(0).count("burnt") == 2)
     eventually(lambda: waiting.status()["running"]["0"]["state"] == "S")
-    assert 0.55 < waiting.status()["running"]["0"]["cpu"] < 10
+    running = waiting.status()["running"]["0"]
+    pages = sum(map(int, re.findall("burnt ([0-9]+)", waiting.log(0))))
+    assert 0.55 < running["cpu"] < 10 and running["memory"] > 0.8 * pages * os.sysconf("SC_PAGE_SIZE")
 
 
 @pytest.mark.parametrize("preload", ["", PRELOAD], ids=["fresh", "warm"])

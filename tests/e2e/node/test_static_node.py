@@ -224,6 +224,16 @@ def test_a_log_that_cannot_be_created_must_not_keep_a_worker_from_running(tmp_pa
     assert b"[node] rank 2: no log file: " in output and b"[rank 2] ran\n" in output
 
 
+def test_a_pipe_in_place_of_the_standard_input_must_not_block_a_node(tmp_path):
+    os.mkfifo(tmp_path / "input")
+    node = start_node(tmp_path, "import sys\nprint([sys.stdin.read()])", WORKER_STDIN=str(tmp_path / "input"))
+    try:
+        node.communicate(timeout=60)
+    finally:
+        node.kill()
+    assert log(tmp_path) == b"['']\n"
+
+
 def test_a_worker_must_run_without_a_job_folder(tmp_path):
     (tmp_path / "script.py").write_text("print('ran')")
     env = {name: value for name, value in os.environ.items() if name != "JOB_DIR"} | {"RANK": "0"}
