@@ -133,11 +133,11 @@ def check_overlay(engine: SwarmEngine, spec: JobSpec, hosts: set[str]) -> Iterat
             archive.addfile(entry, io.BytesIO(os.urandom(PIECE)))
         data.flush()
         paths = JobPaths(Path(folder, new_id(probe)))
-        paths.create(owner=users.nodes_of(probe))
         run = paths.shared
-        inventory, own = engine.inventory(probe, run, run_image=False)
-        probe_plan = plan(probe, inventory, replace(own, code=str(run)), paths.root.name, MASTER_PORT)
         try:
+            paths.create(owner=users.nodes_of(probe))
+            inventory, own = engine.inventory(probe, run, run_image=False)
+            probe_plan = plan(probe, inventory, replace(own, code=str(run)), paths.root.name, MASTER_PORT)
             session = engine.open(probe, probe_plan, run, warn=print_message)
             try:
                 session.up(probe_plan)

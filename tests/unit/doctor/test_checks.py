@@ -2,6 +2,7 @@
 
 import base64
 import dataclasses
+import hashlib
 import io
 import os
 import socket
@@ -56,7 +57,7 @@ class Host:
 
     def __init__(self, ahead: float, error: Exception | None = None) -> None:
         self.ahead, self.error = ahead, error
-        self.got, self.closed = b"", False
+        self.got, self.tag, self.closed = b"", "", False
 
     def reach(self, node: str) -> "Host":
         return self
@@ -65,7 +66,7 @@ class Host:
         if isinstance(request, protocol.Upload):
             if self.error:
                 raise self.error
-            self.got += base64.b64decode(request.data)
+            self.got, self.tag = self.got + base64.b64decode(request.data), request.tag
         return message("status", time=time.time() + self.ahead)
 
     def close(self) -> None:
@@ -73,7 +74,7 @@ class Host:
 
 
 @pytest.mark.parametrize(
-    ("ahead", "expected"), [(0.0, ""), (0.5, ""), (-0.5, ""), (5.0, "+5.0 s"), (-3600.0, "-3600.0 s")]
+    ("ahead", "expected"), [(0.0, ""), (0.8, ""), (-0.8, ""), (1.5, "+1.5 s"), (-3600.0, "-3600.0 s")]
 )
 def test_a_clock_that_differs_must_be_reported(monkeypatch, ahead, expected):
     monkeypatch.setattr(checks, "send_archive", lambda *_: None)
@@ -116,8 +117,8 @@ class Manager:
 class Nodes:
     """An engine whose nodes are on the given hosts."""
 
-    def __init__(self, placed: dict[str, str], error: str = "", swarm: Manager | None = None) -> None:
-        self.placed, self.error, self.manager = placed, error, swarm or Manager()
+    def __init__(self, placed: dict[str, str], error: str = "", swarm: Manager | None = None, at: str = "up") -> None:
+        self.placed, self.error, self.at, self.manager = placed, error, at, swarm or Manager()
         self.down_after, self.links = 0.0, {host: Host(0.0) for host in placed.values()}
         self.manager.host = lambda node: self.placed[node]
 
@@ -130,10 +131,13 @@ class Nodes:
 
     def inventory(self, spec: JobSpec, run: Path, run_image: bool) -> Site:
         assert not run_image
+        self.run = run
+        self.reached("inventory")
         return HERE
 
     def open(self, spec: JobSpec, plan: Plan, run: Path, warn: object) -> "Nodes":
-        self.spec, self.run = spec, run
+        self.spec = spec
+        self.reached("open")
         return self
 
     def up(self, plan: Plan) -> None:
@@ -141,9 +145,16 @@ class Nodes:
         assert run.is_dir() and plan.placement.code == str(run)  # an empty folder, not the user's code
         # So that `stop` finds what a killed doctor left.
         assert JobState(plan.job_id, "swarm", 1, run, os.getuid()).named
-        assert run.stat().st_uid == (os.getuid() or users.without_account()[0])
-        if self.error:
+        assert run.stat().st_uid == (os.getuid() or users.without_account()[0]) and self.recorded
+        self.reached("up")
+
+    def reached(self, step: str) -> None:
+        if self.error and self.at == step:
             raise EngineError(self.error, "look at it")
+
+    @property
+    def recorded(self) -> bool:
+        return any(self.run.parent.name in path.read_text() for path in next(records.places()).iterdir())
 
     def down(self, grace: float) -> None:
         self.down_after = grace
@@ -154,7 +165,7 @@ def probe(engine: Nodes, spec: JobSpec, hosts: set[str]) -> list[checks.Finding]
 
 
 def check_swarm(engine: Nodes) -> list[checks.Finding]:
-    return [*checks.check_swarm(cast(SwarmEngine, engine), JobSpec())]
+    return [*checks.check_swarm(cast(SwarmEngine, engine), MINE)]
 
 
 def test_each_host_must_be_tested_with_a_node_that_is_then_removed():
@@ -166,20 +177,20 @@ def test_each_host_must_be_tested_with_a_node_that_is_then_removed():
         (checks.WARNING, "host-3"),  # Swarm placed no node there
     ]
     assert engine.plan.nodes == ("master", "trainer-1", "trainer-2") and engine.plan.gpus == ()
-    assert (engine.spec.image, engine.spec.warm) == ("mine:1", False)
-    assert engine.down_after > 0 and not engine.run.exists()
-    assert not any(engine.plan.job_id in path.read_text() for path in next(records.places()).iterdir())
+    assert (engine.spec.image, engine.spec.warm, engine.spec.grace) == ("mine:1", False, 1.0)
+    assert engine.down_after > 0 and not engine.run.exists() and not engine.recorded
     for there in engine.links.values():
-        assert there.closed and len(there.got) > PIECE
+        assert there.closed and len(there.got) > PIECE and there.tag == hashlib.sha256(there.got).hexdigest()
         with tarfile.open(fileobj=io.BytesIO(there.got)) as archive:
             assert archive.getmember("data").size == PIECE
 
 
-def test_nodes_that_do_not_start_must_also_be_removed():
-    engine = Nodes({"master": "host-1"}, "no image mine:1")
+@pytest.mark.parametrize("at", ["inventory", "open", "up"])
+def test_nodes_that_do_not_start_must_also_be_removed(at):
+    engine = Nodes({"master": "host-1"}, "no image mine:1", at=at)
     with pytest.raises(EngineError, match="no image"):
         probe(engine, JobSpec(), {"host-1"})
-    assert engine.down_after > 0 and not engine.run.exists()
+    assert (engine.down_after > 0) is (at == "up") and not engine.run.exists() and not engine.recorded
 
 
 def host(port: int, **status: str) -> dict:
@@ -207,9 +218,9 @@ def test_a_healthy_host_must_be_reported_as_ok(port):
 @pytest.mark.parametrize(
     ("status", "state", "expected"),
     [
-        ({"State": "down"}, checks.WARNING, "accepts no nodes: down, active"),
+        ({"State": "down"}, checks.WARNING, "accepts no nodes: down, active; docker node inspect host-1"),
         ({"availability": "drain"}, checks.WARNING, "accepts no nodes: ready, drain"),
-        ({"version": "18.9.1"}, checks.BAD, "engine 18.9.1 is older than 20.10"),
+        ({"version": "18.9.1"}, checks.BAD, "engine 18.9.1 is older than 20.10; update Docker on it"),
         ({"version": "20.9.0"}, checks.BAD, "engine 20.9.0 is older than 20.10"),
         ({"version": "20.10.0"}, checks.GOOD, "engine 20.10.0"),
         ({"version": "100.0.0-rc.1"}, checks.GOOD, "engine 100.0.0-rc.1"),
@@ -217,13 +228,24 @@ def test_a_healthy_host_must_be_reported_as_ok(port):
 )
 def test_the_state_and_engine_version_of_a_host_must_be_checked(port, status, state, expected):
     found = [*checks.check_host(host(port, **status))][-1]
-    assert found.state == state and expected in found.what
+    assert found.state == state and expected in f"{found.what}; {found.hint}"
 
 
 def test_a_closed_port_must_be_reported(port, monkeypatch):
     monkeypatch.setattr(checks, "SWARM_PORTS", (port, free_port()))
     found = [*checks.check_host(host(port))][-1]
     assert found.state == checks.BAD and found.what.endswith(f"does not respond on {checks.SWARM_PORTS[1]}/tcp")
+
+
+@pytest.mark.timeout(20)
+def test_a_port_whose_packets_are_dropped_must_be_reported_before_the_kernel_gives_up(monkeypatch):
+    with socket.socket() as full:
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        monkeypatch.setattr(checks, "SWARM_PORTS", (0, full.getsockname()[1]))
+        monkeypatch.setattr(checks, "CONNECT_TIMEOUT", 0.02)
+        with socket.create_connection(full.getsockname()):
+            assert [found.state for found in checks.check_host(host(0))] == [checks.GOOD, checks.BAD]
 
 
 def test_only_a_manager_must_answer_at_the_manager_port(port, monkeypatch):
@@ -254,7 +276,7 @@ def test_only_hosts_that_accept_nodes_must_be_tested(port):
         (checks.GOOD, "host-1"),
         (checks.GOOD, "host-2"),
     ]
-    assert engine.plan.nodes == ("master", "trainer-1")
+    assert engine.plan.nodes == ("master", "trainer-1") and engine.spec.image == "mine:1"
 
 
 def test_different_engine_versions_must_be_reported_once(port):
