@@ -319,7 +319,7 @@ def test_the_furthest_step_must_be_that_of_any_generation_also_before_the_job_wa
 
 
 def test_the_hosts_of_nodes_must_be_those_of_the_last_start():
-    up = [events.NodesUp(("master",), {"master": host}) for host in ("one", "two")]
+    up = [events.NodesUp((), hosts) for hosts in ({"master": "one", "trainer-1": "one"}, {"master": "two"})]
     assert History([up[0], starting(0), ENDED, up[1]]).hosts == {"master": "two"}
 
 

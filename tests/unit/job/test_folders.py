@@ -49,6 +49,7 @@ def mounted(spec: dict, runs: Path) -> list[dict]:
         ({"mounts": "runs/j-1/job/link:/x"}, "link is a link to "),
         ({"mounts": "runs/j-1/job/other:/x"}, "other is a link to "),
         ({"mounts": "pipe:/x"}, "pipe cannot be mounted: it is neither a folder nor a file"),
+        ({"mounts": f"{'x' * 300}:/x"}, "x: File name too long"),
         ({"data": {"train": "none"}}, "none does not exist"),
         ({"data": {"train": "data/a"}}, "a is not a folder"),
         ({"data": {"a-b": "data"}}, "data must be a mapping of names to folders"),
@@ -133,6 +134,7 @@ def test_paths_must_mean_the_same_in_any_folder_and_urls_must_stay(tmp_path, mon
     assert spec.data == {"one": f"{tmp_path}/a b", "two": f"{tmp_path}/a b", "three": "s3://bucket/c"}
     assert (spec.source, spec.dockerfile) == (f"{tmp_path}/code", f"{tmp_path}/image")
     assert spec.secrets == {"A": f"{tmp_path}/a", "B": "env"}
+    assert with_absolute(JobSpec(source="git+https://host/a")).source == "git+https://host/a"
     cache = str(cached_data("s3://bucket/c/"))
     assert [(mount.source, mount.target, mount.writable) for mount in job_folders.mounts(spec)] == [
         (f"{tmp_path}/a b", "/data/one", False),

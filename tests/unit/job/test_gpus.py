@@ -7,7 +7,7 @@ from support.plans import HERE, plan
 
 from orchestrate.errors import ResourceError
 from orchestrate.job import gpus
-from orchestrate.job.cores import near, shares_near
+from orchestrate.job.cores import PCI, near, shares_near
 from orchestrate.job.gpus import Gpu, Offer, offer, read, trouble_of, why_none
 from orchestrate.job.plan import read_plan
 from orchestrate.job.spec import JobSpec
@@ -73,6 +73,7 @@ DETAILS = """\
 	</gpu>
 </nvidia_smi_log>
 """
+MIG_ALONE = LISTING.splitlines()[2]
 FREE, BUSY = (
     Gpu(id=f"GPU-{name}", index=0, used=used << 20, total=1000 << 20) for name, used in (("f", 50), ("b", 51))
 )
@@ -151,7 +152,9 @@ def test_xml_entities_in_the_details_must_be_ignored():
     assert read(LISTING, bomb)[0].driver == ""
 
 
-@pytest.mark.parametrize("listing", ["", "No devices were found\n", "GPU 0: x (UUID: ../../etc)", "(UUID: GPU-1)"])
+@pytest.mark.parametrize(
+    "listing", ["", "No devices were found\n", "GPU 0: x (UUID: ../../etc)", "(UUID: GPU-1)", MIG_ALONE]
+)
 def test_an_invalid_listing_must_give_no_gpus(listing):
     assert read(listing, DETAILS) == ()
 
@@ -160,6 +163,7 @@ def test_auto_must_leave_out_gpus_in_use_and_a_number_must_take_them_last():
     assert ids(offer(BOX, "auto", {})) == ["GPU-f1", "GPU-f3"]
     assert offer(BOX, "auto", {}).note == "2 GPUs in use by other programs, skipped" and not offer(BOX, "auto", {}).why
     assert ids(offer(BOX, 3, {})) == ["GPU-f1", "GPU-f3", "GPU-b0"]
+    assert ids(offer(BOX, 4, {})) == ["GPU-f1", "GPU-f3", "GPU-b0", "GPU-b2"]
     assert offer(BOX, 3, {}).note == "GPU-b0, 5% of its memory in use" and offer(BOX, 2, {}).note == ""
     assert ids(offer(BOX, "all", {})) == [gpu.id for gpu in BOX]
     assert len(offer(BOX, 5, {}).gpus) == 4  # the plan reports that there are too few
@@ -195,6 +199,7 @@ def test_the_callers_cuda_visible_devices_must_be_respected(found, named, seen):
     assert ids(offered) == seen
     assert offered.why == ("" if seen else f"CUDA_VISIBLE_DEVICES={named} matches none of the 4 GPUs")
     assert seen or offer(found, "auto", {"CUDA_VISIBLE_DEVICES": named}) == offered
+    assert offer((), "auto", {"CUDA_VISIBLE_DEVICES": named}) == Offer()  # the reason is another one
 
 
 @pytest.fixture
@@ -270,6 +275,8 @@ def test_the_gpus_of_this_machine_must_be_the_ones_that_nvidia_smi_lists(machine
     (tmp_path / "details").write_text(DETAILS)
     machine(f'[ "$1" = -L ] && cat {tmp_path}/list || cat {tmp_path}/details')
     assert gpus.look() == MIG
+    (tmp_path / "bin" / "nvidia-smi").chmod(0o644)  # which cannot be run
+    assert gpus.look() == ()
 
 
 def test_the_cores_near_a_gpu_must_be_those_of_its_numa_node(tmp_path):
@@ -279,6 +286,9 @@ def test_the_cores_near_a_gpu_must_be_those_of_its_numa_node(tmp_path):
     (tmp_path / "0000:0a:00.0" / "local_cpulist").write_text("\n")  # a machine without this information
     assert near("00000000:0A:00.0", tmp_path) == near("00000000:0B:00.0", tmp_path) == near("", tmp_path) == ()
     assert gpus.fields(Offer(gpus=BOX), pin=True)["gpu_cores"] == ((),) * len(BOX)  # whose bus is not known
+    bus = next((f"0000{device.name}" for device in PCI.glob("*")), "")  # of any device of this machine
+    found = [gpus.fields(Offer(gpus=(dataclasses.replace(FREE, bus=bus),)), pin)["gpu_cores"] for pin in (True, False)]
+    assert found == [(near(bus),), ()]
 
 
 def test_workers_must_be_bound_to_the_cores_near_their_gpus():

@@ -56,7 +56,7 @@ def test_a_loss_of_nan_must_be_kept():
     assert str(kept({"loss": float("nan")})) == "[{'loss': nan}]"
 
 
-@pytest.mark.parametrize("value", [[0.5] * 1000, {"a": {"b": [1, None, True]}}, "x" * 1000, [[[0]]]])
+@pytest.mark.parametrize("value", [[1 / 3] * 1000, {"a": {"b": [1, None, True]}}, "x" * 1000, [[[0]]]])
 def test_a_value_of_the_maximum_size_must_be_kept(value):
     assert kept({"a": value}) == [{"a": value}]
 
@@ -66,6 +66,9 @@ def test_only_the_last_metrics_and_pace_records_that_fit_must_be_kept(monkeypatc
     monkeypatch.setattr(metrics, "ROOM", 9)
     last = {f"name-{number}": number for number in range(5, 9)}  # one more than a report shows
     assert kept(*({f"name-{number}": number} for number in range(9))) == [last]
+    assert kept({f"name-{number}": number for number in range(9)}) == [last]
+    empty, long = {"rank_seconds": []}, {"rank_seconds": [1, 2, 3]}
+    assert kept(*[empty] * 9, long) == [*[empty] * 5, long]  # each takes the room of one number more than it has
     assert kept(*({"rank_seconds": [number, 0]} for number in range(9))) == [
         {"rank_seconds": [number, 0]} for number in (6, 7, 8)
     ]
@@ -77,7 +80,9 @@ def test_metrics_that_a_copied_report_contains_must_be_shown_as_far_as_they_are_
     for _ in range(5000):
         deep = [deep]
     found = {"loss": math.nan, "grad": -math.inf, "big": 10**400, "deep": deep, "rank_seconds": [1], "note": "x"}
-    assert listed(shown(found | {"x" * 2000: 1, "acc": 0.5, "on": True})) == ["loss NaN", "acc 0.5", "grad -Infinity"]
+    found |= {"save_seconds": 1, "total_steps": 9}
+    more = found | {"x" * 2000: 1, "acc": 0.123456, "on": True}
+    assert listed(shown(more)) == ["loss NaN", "acc 0.1235", "grad -Infinity"]
     assert strict(shown(found)) == {"loss": "NaN", "grad": "-Infinity", "note": "x"}
     assert shown(None) == shown([1]) == {}
 
