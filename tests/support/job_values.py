@@ -137,6 +137,7 @@ BAD = [
     ("hyperparameters", ["lr"]),
     ("hyperparameters", {"a b": 1}),
     ("hyperparameters", {"lr": {"a": 1}}),
+    ("hyperparameters", {"lr": {}}),
     ("hyperparameters", {"lr": [None]}),
     ("optional", ["x"]),
     ("checkpoints", "http://host/a"),

@@ -25,7 +25,7 @@ from orchestrate.job.limits import parse_size
 from orchestrate.job.spec import JobSpec
 
 SPEC: dict[str, Any] = {"command": ["work.py", "--all"], "trainers": 2, "nproc_per_node": 2, "gpus": "none"}
-SPEC |= {"cpus": 2, "memory": "3g", "shm_size": "512m", "grace": "45s", "user": "1234:1234", "env": {"A": "b"}}
+SPEC |= {"cpus": 2, "memory": "3g", "shm_size": "512m", "grace": "44.5s", "user": "1234:1234", "env": {"A": "b"}}
 EXPECTED: dict[str, Any] = {
     "command": ["work.py", "--all"],
     "account": container.ACCOUNT,
@@ -37,7 +37,7 @@ EXPECTED: dict[str, Any] = {
     "memory": 3 << 30,
     "shm": 512 << 20,
     "cpus": 2.0,
-    "grace": 45.0,
+    "grace": 44.5,
     "stop": 55,
     "processes": 5461,
     "oom": container.OOM_SCORE_ADJ,

@@ -14,6 +14,7 @@ from orchestrate.job import events
 from orchestrate.job.history import History
 from orchestrate.job.outcomes import Cause, JobResult, Outcome, Reason, Use
 from orchestrate.job.recorder import Recorder, objects
+from orchestrate.job.redact import Mask
 
 
 @pytest.fixture
@@ -217,6 +218,15 @@ VALUES |= {
     dict[int, int]: {0: 848, 1: 1 << 40},
     Use | None: Use(848, 1.0, 2.0, gpu=False, torch=True),
 }
+
+
+def test_what_another_supervisor_needs_must_be_kept_even_if_secrets_have_the_same_text():
+    texts = "job-one process trainer-1 killed failed supervisor_started worker_ended generation_ended"
+    hide = Mask({f"TOKEN_{number}": text for number, text in enumerate(texts.split())})
+    exit = events.WorkerEnded(1, "trainer-1", 137, stopping=False, known=Reason.KILLED)
+    ended = replace(ENDED, why="", cause=FAILURE)
+    for event in (events.SupervisorStarted("job-one"), events.NodesStarting(1, "process"), exit, ended):
+        assert hide.inside(line := events.to_line(event), ours=events.OURS) == line
 
 
 @pytest.mark.parametrize(

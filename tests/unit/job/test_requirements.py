@@ -74,11 +74,19 @@ def test_a_file_may_include_those_of_the_current_folder(tmp_path, monkeypatch):
 @pytest.mark.parametrize("value", ["lightning", ["lightning"], ["", " lightning "]])
 def test_a_job_file_must_take_one_package_or_a_list(value):
     assert layers.resolve({"pip": value}).pip == ["lightning"]
+    assert layers.resolve({"pip": "lightning >= 2\ntorch\n"}).pip == ["lightning >= 2", "torch"]
 
 
-@pytest.mark.parametrize("value", [["./a"], [1], {"a": 1}, ["a\nb"], ["https://me:hunter22@example.org/a.zip"]])
-def test_a_job_file_must_not_take_anything_else(value):
-    with pytest.raises(UsageError, match="pip must be a list of packages") as failure:
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [
+        (["./a"], "installs from a local folder"),
+        (["https://me:hunter22@example.org/a.zip"], "a URL contains a password"),
+        *((value, "") for value in ([1], {"a": 1}, ["a\nb"])),
+    ],
+)
+def test_a_job_file_must_not_take_anything_else(value, why):
+    with pytest.raises(UsageError, match=f"pip must be a list of packages .*{why}") as failure:
         layers.resolve({"pip": value})
     assert "hunter22" not in str(failure.value)
 

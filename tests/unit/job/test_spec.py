@@ -273,8 +273,9 @@ def test_a_hyperparameter_that_looks_like_a_secret_must_be_refused_without_its_v
         with pytest.raises(UsageError, match=f"hyperparameters.{name} looks like a secret") as caught:
             resolve({"command": "t.py", "hyperparameters": {name: value}})
         assert value not in f"{caught.value} {caught.value.hint}"
+        assert caught.value.hint.endswith(f": --secret {name.upper()}")
     tokens = {"eos_token": "<|endoftext|>", "BOS_TOKEN": "<|s|>"}
-    assert resolve({"hyperparameters": {**tokens, "max_key": "7", "password_length": 9}})
+    assert resolve({"hyperparameters": {**tokens, "max_key": "1e-3", "password_length": 9}})
 
 
 @pytest.mark.parametrize("operator", ["&&", "|", ">", ";"])

@@ -151,9 +151,16 @@ def test_odd_text_must_not_be_warned_about():
     assert parse("{'loss': 1if 1else 2}") is None
 
 
-def test_a_pattern_that_the_search_cannot_use_must_be_refused():
+MANY = {f"name-{number}": "(x)" for number in range(21)}
+LONG = f"({'x' * 998})"
+
+
+@pytest.mark.parametrize("patterns", [{"a": r"{e}(\d+)"}, {"a": "x"}, {"a": f"{LONG}x"}, MANY, {"1a": "(x)"}, ["(x)"]])
+def test_patterns_that_the_search_cannot_use_must_be_refused(patterns):
     with pytest.raises(UsageError, match="metrics must be a mapping"):
-        resolve({"metrics": {"loss": r"{e}(\d+)"}})
+        resolve({"metrics": patterns})
+    most = dict(list(MANY.items())[1:]) | {"name-1": LONG}
+    assert resolve({"metrics": most}).metrics == most
 
 
 def test_a_pattern_on_the_command_line_must_be_text_whatever_it_contains():
