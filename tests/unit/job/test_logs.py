@@ -276,3 +276,12 @@ def test_secrets_must_be_hidden_in_lines_that_are_not_complete_too(paths):
     with paths.log(0).open("a") as file:
         file.write("hunter2\n")
     assert read(follower) == ["0 ***"] and heard == ["10% of ***", "***"]
+
+
+def test_a_link_must_not_be_read_as_a_log(paths, tmp_path):
+    (tmp_path / "private").write_text("not of this job\n")
+    paths.log(0).symlink_to(tmp_path / "private")
+    follower = Follower(paths, [0])
+    follower.near_end(4)
+    follower.skip(4)
+    assert follower.offsets() == {0: 0} and read(follower, end=True) == [] and tail(paths.folder, 0) == ""
