@@ -8,12 +8,12 @@ import json
 import math
 import re
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
 from orchestrate import console
 from orchestrate.cli.options import quiet
+from orchestrate.clock import SYSTEM, Clock
 from orchestrate.console import print_message, stream
 from orchestrate.errors import UsageError
 from orchestrate.files.paths import JobPaths
@@ -36,9 +36,9 @@ IMPORTANT = ("warning:", "error:", "hint:")  # how messages begin that are also 
 class JsonScreen(Folded):
     """Prints events and progress to stdout, one JSON object per line."""
 
-    def __init__(self, plan: Plan, paths: JobPaths, mask: Mask) -> None:
+    def __init__(self, plan: Plan, paths: JobPaths, mask: Mask, clock: Clock = SYSTEM) -> None:
         """`mask` hides secrets."""
-        super().__init__(plan, paths, mask)
+        super().__init__(plan, paths, mask, clock)
         self.mask = mask
         self.printed: Progress | None = None
         self.due = 0.0  # when progress may be printed again
@@ -50,16 +50,16 @@ class JsonScreen(Folded):
 
     def refresh(self, bars: Callable[[], Mapping[int, Progress | None]]) -> None:
         """Print the progress, if it is time and it has changed."""
-        if time.monotonic() < self.due:
+        if self.clock.monotonic() < self.due:
             return
         self.catch_up(bars())
         with self.lock:
             found, left = self.view.lead.progress, seconds_left(self.view.lead)
         if found != self.printed and (found.step is not None or found.metrics):
-            self.printed, self.due = found, time.monotonic() + JSON_INTERVAL
+            self.printed, self.due = found, self.clock.monotonic() + JSON_INTERVAL
             metrics = {name: value for name, value in found.metrics.items() if math.isfinite(value)}
             row = {"step": found.step, "total_steps": found.total, "seconds_left": left, "metrics": metrics}
-            stream(json.dumps({"progress": row, "time": round(time.time(), 3)}))
+            stream(json.dumps({"progress": row, "time": round(self.clock.time(), 3)}))
 
 
 @contextlib.contextmanager

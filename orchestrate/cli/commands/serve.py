@@ -8,7 +8,6 @@ import logging
 import re
 import secrets
 import threading
-import time
 import urllib.parse
 from collections import deque
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -20,6 +19,7 @@ from orchestrate.cli import listing, options
 from orchestrate.cli.find import created_at
 from orchestrate.cli.follow import Following
 from orchestrate.cli.parser import Parser
+from orchestrate.clock import SYSTEM, Clock
 from orchestrate.console import flush, out, print_message
 from orchestrate.errors import OrchestrateError, ResourceError, UsageError
 from orchestrate.files import lock, records
@@ -58,10 +58,10 @@ HEADERS = {
 class Watch(Folded):
     """A running job, as its page shows it."""
 
-    def __init__(self, paths: JobPaths) -> None:
+    def __init__(self, paths: JobPaths, clock: Clock) -> None:
         """Start with the last lines of each rank; raises UsageError."""
         spec, plan = store.load(paths)
-        super().__init__(plan, paths, spec.mask())
+        super().__init__(plan, paths, spec.mask(), clock)
         self.spec = spec
         self.curves: tuple[dict[str, Curve], str] = {}, ""  # and what they go over
         self.due = 0.0  # when the curves may be read again
@@ -87,22 +87,22 @@ class Watch(Folded):
 
         self.following.follower.near_end(MAX_BEHIND)
         self.lines.extend(self.following.turn())
-        if time.monotonic() > self.due:
-            began = time.monotonic()
+        if self.clock.monotonic() > self.due:
+            began = self.clock.monotonic()
             self.curves = curves_of(self.paths, self.spec, self.view.generation + 1)[1:]
-            self.due = time.monotonic() + MAX_SHARE * (time.monotonic() - began)
+            self.due = self.clock.monotonic() + MAX_SHARE * (self.clock.monotonic() - began)
         curves, axis = self.curves
         state = "running" if lock.holder(self.paths) else "no supervisor"
-        seconds = time.time() - created_at(self.paths)
+        seconds = self.clock.time() - created_at(self.paths)
         return site.live(self.view, state, seconds, curves, axis, self.happened, self.lines)
 
 
 class Site:
     """The pages of the jobs in a folder."""
 
-    def __init__(self, runs: Path, shown: Path) -> None:
+    def __init__(self, runs: Path, shown: Path, clock: Clock = SYSTEM) -> None:
         """`shown` is the folder as the user names it."""
-        self.runs, self.shown, self.lock = runs, shown, threading.Lock()
+        self.runs, self.shown, self.clock, self.lock = runs, shown, clock, threading.Lock()
         self.watches: dict[str, Watch] = {}
 
     def answer(self, path: str, query: dict[str, list[str]]) -> tuple[str, str]:
@@ -148,7 +148,7 @@ class Site:
             self.watches.pop(name, None)
             return _report([paths], "../../")
         if name not in self.watches:
-            self.watches[name] = Watch(paths)
+            self.watches[name] = Watch(paths, self.clock)
         return self.watches[name].page()
 
     def _compare(self, names: list[str]) -> str:
@@ -269,7 +269,7 @@ def add_arguments(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Serve the pages until Ctrl-C."""
     try:
-        server = Server(Site(args.runs, args.shown), args.port)
+        server = Server(Site(args.runs, args.shown, args.clock), args.port)
     except OSError as error:
         raise ResourceError(f"cannot listen on port {args.port}: {error.strerror}", "use --port PORT") from None
     with server:

@@ -87,7 +87,8 @@ def test_ps_must_show_the_last_metrics_of_a_running_job(do, jobs):
 
 
 def test_prune_must_remove_only_jobs_that_ended_before_and_left_nothing(do, jobs):
-    os.utime(JobPaths(jobs / "new-1").spec, (0, 0))  # it ran for a long time
+    os.utime(end(JobPaths(jobs / "new-1"), 29 * DAY).spec, (0, 0))  # it ran for a long time
+    (jobs / "old-1" / "job" / "link").symlink_to("nowhere")
     foreign = jobs / "cloned-1"
     foreign.mkdir()
     for name in ("plan.json", "job.yaml", "report.json"):

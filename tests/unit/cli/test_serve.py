@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import http.client
 import json
+import os
 import re
 import shutil
 import socket
@@ -15,6 +16,7 @@ import pytest
 from support.commanded import Whole, create, end, noted, runs_elsewhere, supervise, supervised
 from support.methods import raising
 from support.plans import HERE, plan
+from support.scripted import Clock
 
 from orchestrate.cli.commands.serve import MAX_EVENTS, MAX_LINES, Handler, Server, Site
 from orchestrate.errors import EngineError
@@ -96,10 +98,21 @@ def test_curves_of_a_running_job_must_go_on_from_the_step_that_it_repeats(site, 
     assert 'aria-label="loss, last value 510' in site.get("/jobs/a-1/").text
 
 
+def test_the_time_and_the_curves_of_a_running_job_must_be_those_of_now(running):
+    now, metrics = Clock(), running.shared / "metrics.jsonl"
+    os.utime(running.spec, (now.now - 3600, now.now - 3600))
+    site = Site(running.root.parent, running.root.parent, now)
+    for step in range(2, 5):
+        metrics.write_text("".join(f'{{"step": {at}, "loss": {at}}}\n' for at in range(step + 1)))
+        now.sleep(60)
+        page = site.answer("jobs/a-1/", {})[0]
+        assert f"3 workers, 1 h {step - 1} min" in page and f'aria-label="loss, last value {step}"' in page
+
+
 def test_logs_must_be_shown_as_text_without_secrets_and_links(site, running, tmp_path):
-    running.log(0).write_text("<b>token</b> hunter2000\x1b[2J\n")
+    running.log(0).write_text("<b>token</b> hun\x1b[0mter2000 é\x1b[2J\n")
     log = site.get("/jobs/a-1/logs/rank-0.log")
-    assert (log.status, log.text) == (200, "<b>token</b> ***\n")
+    assert (log.status, log.text) == (200, "<b>token</b> *** é\n")
     assert log.headers["Content-Type"].startswith("text/plain") and log.headers["X-Content-Type-Options"] == "nosniff"
     assert site.get("/jobs/a-1/logs/rank-1.log").status == 404
     running.log(1).symlink_to(running.spec)
@@ -222,6 +235,8 @@ def test_a_connection_that_sends_nothing_must_not_be_kept_forever():
 def test_runs_of_other_accounts_must_not_be_shown(site, running, tmp_path):
     shutil.copytree(running.root, tmp_path / "c-3", symlinks=True)  # without a record
     assert "c-3" not in site.get("/").text and site.get("/jobs/c-3/").status == 404
+    running.root.chmod(0o777)
+    assert "a-1" not in site.get("/").text and site.get("/jobs/a-1/job.yaml").status == 404
 
 
 def test_addresses_must_be_relative_so_that_the_token_stays_in_them(site, running):

@@ -138,6 +138,7 @@ def test_a_job_whose_files_are_damaged_must_still_be_removed(do, paths, engine, 
     assert do(command, "a-1")[0] == 0
     assert (engine.calls, engine.graces, engine.things) == (["remove a-1"], [30], [])
     assert paths.root.exists() is (command == "stop")
+    assert command == "rm" or not_none(records.find(paths.root)).key == ""
 
 
 @pytest.mark.parametrize("command", ["stop", "rm"])

@@ -3,14 +3,20 @@
 import contextlib
 import dataclasses
 import io
+import json
 import os
+import pty
+import re
 
 import pytest
 from rich.console import Console
-from support.commanded import Meanwhile, end, supervised
+from support.commanded import Meanwhile, create, end, supervised
 from support.methods import raising
 from support.plans import HERE, plan
+from support.scripted import Clock
 
+from orchestrate import console
+from orchestrate.files.paths import JobPaths
 from orchestrate.job import gpus, usage
 from orchestrate.job.outcomes import Activity
 from orchestrate.job.spec import JobSpec
@@ -151,8 +157,29 @@ def test_a_supervisor_must_be_asked_as_long_as_the_command_runs(do, paths):
         assert do("top", "a-1")[::2] == (0, [])
 
 
-def test_a_job_that_has_ended_or_reports_nothing_must_be_an_error(do, paths, monkeypatch):
-    monkeypatch.setattr("orchestrate.cli.commands.top.TIMEOUT", -1.0)
+@pytest.mark.parametrize(("options", "count"), [([], 5), (["--once"], 2)])
+def test_a_terminal_must_show_the_table_until_the_job_ends_or_once_on_request(do, runs, monkeypatch, options, count):
+    monkeypatch.setenv("TERM", "xterm")
+    paths, turns = create(JobPaths(runs / "a-1"), JobSpec(trainers=0, cpus=2.0)), []
+
+    def later() -> None:
+        turns.append(0)
+        row = {"state": "R", "cpu": 2 * len(turns), "memory": 1 << 20}
+        paths.usage.write_text(json.dumps({"time": len(turns), "workers": {"0": row}}))
+        end(paths) if len(turns) == 5 else None
+
+    do.clock = Meanwhile(later)
+    leader, follower = pty.openpty()
+    with supervised(paths.root), os.fdopen(follower, "w") as tty, contextlib.redirect_stdout(tty):
+        assert do("top", "a-1", *options)[0] == 0
+        shown = os.read(leader, 1 << 16).decode()
+    os.close(leader)
+    assert len(turns) == count and ("Ctrl-C quits" in shown) == (not options)
+    assert re.search("running +2.0 +█", console.clean(shown))  # of the two cores that it may use
+
+
+def test_a_job_that_has_ended_or_reports_nothing_must_be_an_error(do, paths):
+    do.clock = Clock()
     with supervised(paths.root):
         code, _, messages = do("top", "a-1")
     assert code == 1 and messages[0] == "error: the supervisor of a-1 does not report what its workers use"

@@ -73,7 +73,7 @@ def test_a_cluster_whose_jobs_are_in_another_folder_must_be_named_with_that_fold
     do.runs = tmp_path / "others"
     _, (small,), _ = do("up", "--trainers", "1", "--gpus", "none")
     create(JobPaths(runs / "elsewhere-1"), cluster="elsewhere-1")  # for jobs from another folder
-    clusters = (runs / name, do.runs / small, runs / "elsewhere-1")
+    clusters = (runs / "unreadable-1", runs / name, do.runs / small, runs / "elsewhere-1")
     engine.states = [JobState(path.name, "docker", 3, path / "nodes", os.getuid()) for path in clusters]
     engine.states.append(JobState(job.name, "docker", 3, job / "job", os.getuid()))
     code, _, err = do("run", "--trainers", "2", *APP)

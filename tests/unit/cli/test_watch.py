@@ -7,7 +7,7 @@ import pty
 import re
 
 import pytest
-from support.commanded import SPEC, Meanwhile, end, noted, supervised
+from support.commanded import SPEC, Meanwhile, create, end, noted, supervised
 from support.optional import not_none
 from support.plans import HERE, plan
 from support.scripted import ALL_WELL, Clock
@@ -16,8 +16,10 @@ from orchestrate.cli import watch
 from orchestrate.cli.arguments import parse
 from orchestrate.cli.follow import Following
 from orchestrate.files import records
-from orchestrate.job import store
+from orchestrate.files.paths import JobPaths
+from orchestrate.job import store, usage
 from orchestrate.job.events import Event, GenerationStarting, NodesStarting, WorkersStarted
+from orchestrate.job.outcomes import Activity
 from orchestrate.job.recorder import Recorder
 from orchestrate.supervise import launch
 from orchestrate.view.folded import PlainScreen
@@ -49,26 +51,30 @@ def test_the_view_on_a_terminal_must_be_the_requested_one(paths, monkeypatch, pr
     os.close(leader)
 
 
-def test_a_progress_bar_must_be_shown_while_a_job_is_followed(do, paths, monkeypatch):
+@pytest.mark.parametrize(("progress", "text"), [("plain", b"[0] 10%"), ("tty", b"Ctrl-C detaches; the job continues")])
+def test_a_terminal_must_show_a_progress_bar_or_a_view_while_a_job_is_followed(do, paths, monkeypatch, progress, text):
     monkeypatch.setenv("TERM", "xterm")
     leader, follower = pty.openpty()
     ticks = iter([lambda: paths.log(0).write_text("10%\r"), lambda: end(paths)])
     do.clock = Meanwhile(lambda: next(ticks)())
     with supervised(paths.root), os.fdopen(follower, "w") as tty:
         with contextlib.redirect_stdout(tty), contextlib.redirect_stderr(tty):
-            do("attach", "a-1", "--progress", "plain")
-        assert b"[0] 10%" in os.read(leader, 1 << 16)
+            do("attach", "a-1", "--progress", progress)
+        assert text in os.read(leader, 1 << 16)
     os.close(leader)
 
 
-def test_progress_must_be_printed_once_as_strict_json(paths, capsys):
-    args, _ = parse(["attach", "a-1", "--progress", "json"])
-    with watch.shown(args, store.load(paths)[1], paths) as shown:
-        paths.metrics.write_text('{"step": 5, "loss": NaN, "acc": 0.5}\n')
-        for _ in range(2):
-            shown.screen.refresh(dict)
-    (row,) = [json.loads(line, parse_constant=int) for line in capsys.readouterr().out.splitlines()]  # int: no NaN
-    assert (row["progress"]["step"], row["progress"]["metrics"]) == (5, {"acc": 0.5})
+def test_progress_must_be_printed_as_strict_json_if_it_has_changed_once_a_second_at_most(paths, capsys):
+    spec, planned = store.load(paths)
+    now, found = Clock(), []
+    screen = watch.JsonScreen(planned, paths, spec.mask(), now)
+    for step in (5, 5, 5, 6, 7, 8, 8):
+        paths.metrics.write_text(f'{{"step": {step}, "loss": NaN, "acc": 0.5}}\n' * step)
+        screen.refresh(dict)
+        now.sleep(0.6)
+        rows = [json.loads(line, parse_constant=int) for line in capsys.readouterr().out.splitlines()]  # int: no NaN
+        found.append([(row["progress"]["step"], row["progress"]["metrics"]) for row in rows])
+    assert found == [[(5, {"acc": 0.5})], [], [], [(6, {"acc": 0.5})], [], [(8, {"acc": 0.5})], []]
 
 
 def test_lines_must_have_times_on_request(do, paths, engine):
@@ -76,6 +82,15 @@ def test_lines_must_have_times_on_request(do, paths, engine):
     paths.log(0).write_text("loss 0.5\n")
     (line,) = do("attach", "a-1", "-t")[1]
     assert re.fullmatch(r"\d\d:\d\d:\d\d\.\d \[0\] loss 0.5", line)
+
+
+def test_attach_must_print_only_the_result_on_request(do, paths, engine):
+    do.clock = Meanwhile(lambda: end(paths))
+    with supervised(paths.root):
+        assert do("attach", "a-1", "-q") == (0, [], ["succeeded: 3 workers, 1.0 s", str(paths.root)])
+    engine.generations, other = [[ALL_WELL]], create(JobPaths(do.runs / "b-1"))
+    code, out, err = do("attach", "b-1", "--progress", "quiet")
+    assert (code, out, err[1:]) == (0, [], [str(other.root)]) and err[0].startswith("succeeded: ")
 
 
 def test_attach_must_show_the_nodes_of_a_new_generation_by_name(do, paths):
@@ -101,19 +116,25 @@ def test_a_job_that_is_followed_must_be_shown_from_its_start_and_each_event_once
     ages: list[float] = []
     events: list[Event] = []
 
+    uses: list[object] = []
+
     class Kept(Screen):
+        watch = staticmethod(uses.append)
+
         def began(self, seconds: float) -> None:
             ages.append(seconds)
 
         def event(self, event: Event) -> None:
             events.append(event)
 
+    usage.write(paths, {0: Activity("R", 1.0, 7)})
+    paths.usage_asked.symlink_to("nowhere")  # it cannot be asked for
     following = Following(paths, spec, launch.rest(paths, spec, planned), Kept(), Style())
     assert [*following.turn()] == []
     noted(paths, WorkersStarted())
     assert [*following.turn()] == []
     assert [type(event) for event in events] == [NodesStarting, WorkersStarted]
-    assert len(ages) == 1 and ages[0] > 1e9
+    assert len(ages) == 1 and ages[0] > 1e9 and uses == [{0: Activity("R", 1.0, 7)}]
 
 
 def test_a_job_whose_events_are_damaged_must_still_be_followed(do, paths):
