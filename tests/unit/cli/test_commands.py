@@ -59,10 +59,12 @@ def test_a_job_must_be_found_by_its_name_or_a_unique_prefix(do, engine, tmp_path
 
 
 def test_of_many_matching_jobs_only_the_newest_must_be_listed(do, tmp_path):
-    for number in range(10, 20):
+    for number in range(12, 20):
         create(JobPaths(tmp_path / f"a-{number}"))
-    names = "a-19, a-18, a-17, a-16, a-15, a-14, a-13, a-12 and 2 more"
-    assert do("rm", "a")[2] == ["error: a matches 10 jobs", f"hint: jobs in {tmp_path}: {names}"]
+    names = "a-19, a-18, a-17, a-16, a-15, a-14, a-13, a-12"
+    assert do("rm", "a")[2] == ["error: a matches 8 jobs", f"hint: jobs in {tmp_path}: {names}"]
+    os.utime(create(JobPaths(tmp_path / "a-1")).spec, (0, 0))
+    assert do("rm", "a")[2] == ["error: a matches 9 jobs", f"hint: jobs in {tmp_path}: {names} and 1 more"]
 
 
 def test_a_running_job_must_be_found_from_any_folder(do, engine, tmp_path):
@@ -342,8 +344,9 @@ def test_down_must_remove_the_nodes_of_a_cluster_whose_files_are_gone(do, lost):
 
 
 def test_down_must_keep_nodes_that_are_not_those_of_a_lost_cluster(do, lost, tmp_path):
-    job = replace(lost, run=tmp_path / "c-1" / "job")
-    for state, why in ((replace(lost, owner=os.getuid() + 1), "belongs to user"), (job, "no such cluster: c-1")):
+    theirs = replace(lost, owner=os.getuid() + 1)
+    others = [replace(lost, run=tmp_path / run) for run in ("c-1/job", "d-1/nodes")]
+    for state, why in ((theirs, "belongs to user"), *((other, "no such cluster: c-1") for other in others)):
         do.engine.states = [state]
         code, _, err = do("down", "c-1")
         assert (code, why in err[0]) == (2, True), err

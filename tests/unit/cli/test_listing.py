@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import time
 from pathlib import Path
 
@@ -43,6 +44,7 @@ def jobs(do, tmp_path) -> Path:
 
 
 def test_ps_must_list_jobs_that_have_ended_on_request(do, jobs):
+    shutil.copytree(jobs / "old-1", jobs / "old-1 (copy)", symlinks=True)
     with supervised(jobs / "running-1"):
         code, lines, _ = do("ps", "--all")
         assert [line.split()[0] for line in do("ps")[1]] == ["NAME", "running-1"]

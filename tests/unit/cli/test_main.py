@@ -63,6 +63,10 @@ def test_standard_input_must_be_in_the_job_folder_for_rank_0(do, engine, runs, m
     engine.generations = [[ALL_WELL]]
     assert do("run", "--trainers", "2", "--stdin", *APP)[0] == 0
     assert next(runs.iterdir()).joinpath("job", STDIN).read_bytes() == b"hello"
+    monkeypatch.setattr(sys, "stdin", None)
+    engine.calls.clear()
+    assert do("plan", "--stdin", *APP)[0] == 0
+    assert do("run", "--stdin", "--keep", "1h", *APP)[0] == 2 and "up" not in engine.calls
 
 
 def test_stdout_must_hold_worker_output_or_what_was_requested_instead(do, engine, runs):

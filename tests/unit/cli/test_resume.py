@@ -81,6 +81,12 @@ def test_a_job_whose_code_folder_is_gone_must_not_be_resumed(do, engine, failed,
     assert engine.calls == [] and failed.report.exists()
 
 
+def test_a_job_that_cannot_be_reopened_must_stay_ended(do, failed):
+    failed.page.unlink()
+    (failed.page / "folder").mkdir(parents=True)
+    assert do("resume")[0] == 1 and store.ended(failed)
+
+
 @pytest.mark.parametrize(
     "arguments", [["--trainers", "3"], ["--set", "grace=1s"], ["-e", "A=b"], ["job.yaml"], ["--", "train.py"]]
 )

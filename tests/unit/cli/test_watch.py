@@ -51,15 +51,22 @@ def test_the_view_on_a_terminal_must_be_the_requested_one(paths, monkeypatch, pr
     os.close(leader)
 
 
-@pytest.mark.parametrize(("progress", "text"), [("plain", b"[0] 10%"), ("tty", b"Ctrl-C detaches; the job continues")])
-def test_a_terminal_must_show_a_progress_bar_or_a_view_while_a_job_is_followed(do, paths, monkeypatch, progress, text):
+@pytest.mark.parametrize(
+    ("command", "text"),
+    [
+        ("attach a-1 --progress plain", b"[0] 10%"),
+        ("attach a-1 --progress tty", b"Ctrl-C detaches; the job continues"),
+        ("logs a-1 -f", b"[0] 10%"),
+    ],
+)
+def test_a_terminal_must_show_a_progress_bar_or_a_view_while_a_job_is_followed(do, paths, monkeypatch, command, text):
     monkeypatch.setenv("TERM", "xterm")
     leader, follower = pty.openpty()
     ticks = iter([lambda: paths.log(0).write_text("10%\r"), lambda: end(paths)])
     do.clock = Meanwhile(lambda: next(ticks)())
     with supervised(paths.root), os.fdopen(follower, "w") as tty:
         with contextlib.redirect_stdout(tty), contextlib.redirect_stderr(tty):
-            do("attach", "a-1", "--progress", progress)
+            do(*command.split())
         assert text in os.read(leader, 1 << 16)
     os.close(leader)
 
