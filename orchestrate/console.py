@@ -113,7 +113,7 @@ def attach(picture: Picture | None) -> None:
 
 
 def mute() -> None:
-    """Show no phases from now on."""
+    """Show no phases until `finish`."""
     phase("")
     _status.muted = True
 
@@ -259,6 +259,7 @@ def stream(line: object, colored: bool = False) -> None:
 def finish() -> OSError | None:
     """Flush all output; return the first error that lost output since the last call."""
     phase("")
+    _status.muted = False
     with contextlib.suppress(queue.Empty):
         while True:
             print_message(_later.get_nowait())

@@ -120,6 +120,12 @@ def captured(folder: Path, out: str = "", err: str = "", encoding: str = "utf-8"
             os.close(descriptor)
 
 
+def test_output_of_workers_must_not_wait_for_more(tmp_path):
+    with captured(tmp_path) as (out, _):
+        console.stream("a line")
+        assert out.read_text() == "a line\n"
+
+
 COMMANDS = [
     ["--help"],
     ["--version"],

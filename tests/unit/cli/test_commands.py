@@ -74,6 +74,8 @@ def test_a_running_job_must_be_found_from_any_folder(do, engine, tmp_path):
     assert do("logs", "a-1") == (0, ["[0] hello"], [])
     create(JobPaths(tmp_path / "a-1"))  # for example a copy of its files
     assert do("rm", "a-1", "--dry-run") == (0, [f"folder {far.root}"], [])
+    records.forget(tmp_path / "a-1")
+    assert do("logs", "a-1") == (0, ["[0] hello"], [])
 
 
 def test_nodes_that_name_another_run_directory_must_not_lead_to_it(do, engine, tmp_path):

@@ -1,6 +1,7 @@
 """`resume` and `run --resume`: which jobs continue and how; on a scripted engine."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -45,6 +46,8 @@ def test_a_failed_job_must_continue_in_its_code_folder_as_the_next_generation(do
 
     def look() -> None:
         seen.update(ended=failed.report.exists() or failed.page.exists(), key=not_none(records.find(failed.root)).key)
+        files = [path.resolve() for path in Path("/proc/self/fd").iterdir()]
+        seen.update(opened=files.count(failed.events))  # by the supervisor
         failed.log(0).write_text("before\nafter\n")
 
     failed.log(0).write_text("before\n")
@@ -53,7 +56,7 @@ def test_a_failed_job_must_continue_in_its_code_folder_as_the_next_generation(do
     status, out, err = do("resume")
     assert (status, out) == (0, ["[0] after"]) and err[0].startswith(f"job {failed.root.name}: 3 nodes")
     assert engine.calls == ["prepare", "up", "start", "down"]
-    assert seen["ended"] is False and len(seen["key"]) == 64
+    assert seen["ended"] is False and len(seen["key"]) == 64 and seen["opened"] == 1
     plan = store.load(failed)[1]
     assert (plan.generation, plan.placement.code, plan.workers[0].env["MASTER_PORT"]) == (1, str(code), "29501")
     assert not_none(records.find(failed.root)).key == "" and failed.page.exists()

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
-from support.commanded import create
+from support.commanded import create, supervised
 from support.optional import not_none
 from support.plans import Site
 from support.scripted import ALL_WELL
@@ -99,6 +99,15 @@ def test_nodes_that_are_kept_must_have_the_settings_of_their_job_but_not_its_sec
     assert code == 0 and err[0].startswith("job ")  # and nothing of nodes that it does not use
     removed = f"remove {paths.root.name}"  # only a job that runs may need their memory
     assert engine.calls == ["look", "prepare", removed, "up", "start", "down"]
+
+
+def test_nodes_that_are_kept_and_in_use_must_be_named(do, engine, runs):
+    engine.generations = [[ALL_WELL]]
+    do("run", "--trainers", "2", "--keep", "10m", *APP)
+    (kept,) = runs.glob("kept-*")
+    with supervised(kept):
+        (line,) = do("plan", "--trainers", "2", *APP)[2]
+    assert line.startswith(f"not using {kept.name}: it is in use by a job")
 
 
 def test_a_cluster_must_have_the_name_it_was_given(do, engine, runs):

@@ -1,6 +1,7 @@
 """What `run` and `attach` show of a job, as their options say; on a scripted engine."""
 
 import contextlib
+import dataclasses
 import json
 import os
 import pty
@@ -18,9 +19,11 @@ from orchestrate.cli.follow import Following
 from orchestrate.files import records
 from orchestrate.files.paths import JobPaths
 from orchestrate.job import store, usage
-from orchestrate.job.events import Event, GenerationStarting, NodesStarting, WorkersStarted
+from orchestrate.job.events import Event, GenerationStarting, NodesStarting, WarningIssued, WorkersStarted
 from orchestrate.job.outcomes import Activity
+from orchestrate.job.plan import Plan
 from orchestrate.job.recorder import Recorder
+from orchestrate.job.spec import JobSpec
 from orchestrate.supervise import launch
 from orchestrate.view.folded import PlainScreen
 from orchestrate.view.live import LiveScreen
@@ -84,6 +87,15 @@ def test_progress_must_be_printed_as_strict_json_if_it_has_changed_once_a_second
     assert found == [[(5, {"acc": 0.5})], [], [], [(6, {"acc": 0.5})], [], [(8, {"acc": 0.5})], []]
 
 
+def test_events_must_be_printed_as_json_with_our_own_words_but_without_secrets(paths, capsys):
+    mask = JobSpec(env={"API_TOKEN": "hunter2000", "DB_PASSWORD": "docker"}).mask()
+    screen = watch.JsonScreen(store.load(paths)[1], paths, mask)
+    screen.event(NodesStarting(3, "docker"))
+    screen.event(WarningIssued("hunter2000 and docker"))
+    first, second = map(json.loads, capsys.readouterr().out.splitlines())
+    assert (first["engine"], second["text"]) == ("docker", "*** and ***")
+
+
 def test_lines_must_have_times_on_request(do, paths, engine):
     engine.generations = [[ALL_WELL]]
     paths.log(0).write_text("loss 0.5\n")
@@ -121,7 +133,7 @@ def test_a_job_that_is_followed_must_be_shown_from_its_start_and_each_event_once
     emit(NodesStarting(3, "docker"))  # in 1970
     emit.close()
     ages: list[float] = []
-    events: list[Event] = []
+    seen: list[object] = []  # generations of plans, and types of events
 
     uses: list[object] = []
 
@@ -131,16 +143,20 @@ def test_a_job_that_is_followed_must_be_shown_from_its_start_and_each_event_once
         def began(self, seconds: float) -> None:
             ages.append(seconds)
 
+        def planned(self, plan: Plan) -> None:
+            seen.append(plan.generation)
+
         def event(self, event: Event) -> None:
-            events.append(event)
+            seen.append(type(event))
 
     usage.write(paths, {0: Activity("R", 1.0, 7)})
     paths.usage_asked.symlink_to("nowhere")  # it cannot be asked for
     following = Following(paths, spec, launch.rest(paths, spec, planned), Kept(), Style())
     assert [*following.turn()] == []
-    noted(paths, WorkersStarted())
+    store.keep(paths, dataclasses.replace(planned, generation=1))
+    noted(paths, GenerationStarting(1, planned.nodes, 3, 29501), WorkersStarted())
     assert [*following.turn()] == []
-    assert [type(event) for event in events] == [NodesStarting, WorkersStarted]
+    assert seen == [NodesStarting, 1, GenerationStarting, WorkersStarted]
     assert len(ages) == 1 and ages[0] > 1e9 and uses == [{0: Activity("R", 1.0, 7)}]
 
 

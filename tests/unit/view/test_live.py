@@ -311,6 +311,7 @@ def test_all_lines_must_be_on_the_terminal_when_the_view_closes(paths, monkeypat
 def test_the_view_must_show_phases_activity_and_metrics_without_secrets(paths, monkeypatch):
     terminal = attached(monkeypatch)
     streams = sys.stdout, sys.stderr
+    console.phase("before")
     (paths.shared / "metrics.jsonl").write_text('{"hunter2": 1, "loss": 0.5}\n')
     with shown(store.look(paths)[1], paths, KEYS, lambda text: text.replace("hunter2", "***")) as screen:
         assert streams == (sys.stdout, sys.stderr) and screen.watch
@@ -318,10 +319,11 @@ def test_the_view_must_show_phases_activity_and_metrics_without_secrets(paths, m
         screen.refresh(dict)
         assert "loss 0.5" in terminal.getvalue()
         console.phase("starting 3 nodes")
+        console.progress("[0] 10%", console.phase)  # the view has the bars of all workers
     found = terminal.getvalue()
-    assert [text in found for text in ("starting 3 nodes (0 s)", "3 MiB", "loss 0.5", KEYS, "hunter2")] == [
-        True
-    ] * 4 + [False]
+    assert found.startswith(f"before{HIDE}\r\x1b[K")
+    texts = ("starting 3 nodes (0 s)", "3 MiB", "loss 0.5", KEYS, "hunter2", "10%")
+    assert [text in found for text in texts] == [True] * 4 + [False] * 2
 
 
 def test_a_line_that_is_printed_while_the_view_closes_must_be_on_the_terminal(paths, monkeypatch):
