@@ -314,7 +314,9 @@ def test_columns_must_be_aligned_and_without_jobs_only_the_header_shown(do, engi
     ("states", "code"),
     [(["ok", "warning"], 0), (["ok", "error", "error", "ok"], 5), (["error", "warning"], 4), ([], 0)],
 )
-def test_doctor_must_fail_if_a_finding_keeps_jobs_from_running(capsys, monkeypatch, states, code):
+def test_doctor_must_fail_if_a_finding_keeps_jobs_from_running(capsys, monkeypatch, tmp_path, states, code):
+    (tmp_path / "app.py").touch()  # doctor starts no job that it could be taken for
+    monkeypatch.chdir(tmp_path)
     findings = [
         checks.Finding(state, f"thing {at}", "do it" * (state == "error"), 4 + at) for at, state in enumerate(states)
     ]

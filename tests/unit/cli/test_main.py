@@ -265,3 +265,4 @@ def test_the_users_own_app_must_not_run_as_the_default_job(engine, tmp_path, mon
     error, hint = capsys.readouterr().err.splitlines()
     assert "`app` in this folder would run" in error and hint == "hint: python -m orchestrate run SCRIPT.py"
     assert main(["plan", "--gpus", "none", "--", "-m", "app"]) == 0
+    assert main(["up", "--trainers", "0", "--gpus", "none"]) == 0
