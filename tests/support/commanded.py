@@ -133,6 +133,15 @@ class Meanwhile:
     monotonic = time
 
 
+def terminal_text(leader: int) -> str:
+    """All that was written to a pseudo-terminal whose other end is closed; closes this one."""
+    found = b""
+    with contextlib.suppress(OSError), os.fdopen(leader, "rb", buffering=0) as file:
+        while chunk := file.read(1 << 16):
+            found += chunk
+    return found.decode()
+
+
 SPEC = JobSpec(trainers=2, grace=0.01, command=("-m", "app.train"))
 
 

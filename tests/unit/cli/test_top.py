@@ -10,7 +10,7 @@ import re
 
 import pytest
 from rich.console import Console
-from support.commanded import Meanwhile, create, end, supervised
+from support.commanded import Meanwhile, create, end, supervised, terminal_text
 from support.methods import raising
 from support.plans import HERE, plan
 from support.scripted import Clock
@@ -172,10 +172,9 @@ def test_a_terminal_must_show_the_table_until_the_job_ends_or_once_on_request(do
     leader, follower = pty.openpty()
     with supervised(paths.root), os.fdopen(follower, "w") as tty, contextlib.redirect_stdout(tty):
         assert do("top", "a-1", *options)[0] == 0
-        shown = os.read(leader, 1 << 16).decode()
-    os.close(leader)
-    assert len(turns) == count and ("Ctrl-C quits" in shown) == (not options)
-    assert re.search("running +2.0 +█", console.clean(shown))  # of the two cores that it may use
+    text = terminal_text(leader)
+    assert len(turns) == count and ("Ctrl-C quits" in text) == (not options)
+    assert re.search("running +2.0 +█", console.clean(text))  # of the two cores that it may use
 
 
 def test_a_job_that_has_ended_or_reports_nothing_must_be_an_error(do, paths):

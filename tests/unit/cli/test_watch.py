@@ -8,7 +8,7 @@ import pty
 import re
 
 import pytest
-from support.commanded import SPEC, Meanwhile, create, end, noted, supervised
+from support.commanded import SPEC, Meanwhile, create, end, noted, supervised, terminal_text
 from support.optional import not_none
 from support.plans import HERE, plan
 from support.scripted import ALL_WELL, Clock
@@ -57,9 +57,9 @@ def test_the_view_on_a_terminal_must_be_the_requested_one(paths, monkeypatch, pr
 @pytest.mark.parametrize(
     ("command", "text"),
     [
-        ("attach a-1 --progress plain", b"[0] 10%"),
-        ("attach a-1 --progress tty", b"Ctrl-C detaches; the job continues"),
-        ("logs a-1 -f", b"[0] 10%"),
+        ("attach a-1 --progress plain", "[0] 10%"),
+        ("attach a-1 --progress tty", "Ctrl-C detaches; the job continues"),
+        ("logs a-1 -f", "[0] 10%"),
     ],
 )
 def test_a_terminal_must_show_a_progress_bar_or_a_view_while_a_job_is_followed(do, paths, monkeypatch, command, text):
@@ -67,11 +67,14 @@ def test_a_terminal_must_show_a_progress_bar_or_a_view_while_a_job_is_followed(d
     leader, follower = pty.openpty()
     ticks = iter([lambda: paths.log(0).write_text("10%\r"), lambda: end(paths)])
     do.clock = Meanwhile(lambda: next(ticks)())
-    with supervised(paths.root), os.fdopen(follower, "w") as tty:
-        with contextlib.redirect_stdout(tty), contextlib.redirect_stderr(tty):
-            do(*command.split())
-        assert text in os.read(leader, 1 << 16)
-    os.close(leader)
+    with (
+        supervised(paths.root),
+        os.fdopen(follower, "w") as tty,
+        contextlib.redirect_stdout(tty),
+        contextlib.redirect_stderr(tty),
+    ):
+        do(*command.split())
+    assert text in terminal_text(leader)
 
 
 def test_progress_must_be_printed_as_strict_json_if_it_has_changed_once_a_second_at_most(paths, capsys):
