@@ -2,6 +2,7 @@
 
 import os
 import re
+import resource
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +19,10 @@ def test_a_call_must_return_what_the_function_returns():
 
 def test_a_call_that_takes_too_long_must_be_stopped():
     assert bounded.call(re.findall, "(a+)+$", "a" * 100 + "!", seconds=1) is None
+
+
+def test_a_call_that_crashes_must_leave_no_core_dump():
+    assert bounded.call(resource.getrlimit, resource.RLIMIT_CORE, seconds=1) == [0, 0]
 
 
 def test_a_call_that_raises_must_return_none():

@@ -342,7 +342,9 @@ def test_set_id_bits_must_be_removed_whatever_names_and_modes_a_job_uses(tmp_pat
     if closed_to:
         job_folder.chmod(0)
     if not ROOT or not closed_to:
+        before = len(os.listdir("/proc/self/fd"))
         folder.harmless(job_folder)
+        assert len(os.listdir("/proc/self/fd")) == before
     else:  # modes do not restrict root, so run it as another user
         os.chown(job_folder, 65534, 65534)
         for _, folders, names, here in os.fwalk(job_folder):
@@ -351,6 +353,8 @@ def test_set_id_bits_must_be_removed_whatever_names_and_modes_a_job_uses(tmp_pat
         tmp_path.chmod(0o755)
         for program in programs:
             program.chmod(0o6755)
+        (job_folder / "of root").touch()
+        (job_folder / "of root").chmod(0o4755)
         if not (pid := os.fork()):
             os.chdir(tmp_path)  # as root, since only root can enter the folders above
             os.setgroups([])
@@ -358,9 +362,11 @@ def test_set_id_bits_must_be_removed_whatever_names_and_modes_a_job_uses(tmp_pat
             os.setuid(65534)
             try:
                 folder.harmless(Path("job"))
+            except PermissionError:  # reported after all others
+                os._exit(7)
             finally:
                 os._exit(0)
-        os.waitpid(pid, 0)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
     assert [stat.S_IMODE(program.stat().st_mode) for program in programs] == [0o755] * 2
     store.remove(JobPaths(job_folder))
 

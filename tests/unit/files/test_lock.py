@@ -40,6 +40,7 @@ def test_a_second_supervisor_must_learn_at_once_which_process_is_the_first(tmp_p
     assert not_none(lock.holder(paths)).pid == other.pid
     with pytest.raises(BlockingIOError), lock.held(paths):
         pass
+    assert not_none(lock.holder(paths)).pid == other.pid
 
 
 def test_the_lock_must_be_free_for_the_next_supervisor_after_the_first_has_ended(tmp_path, other):
@@ -133,7 +134,9 @@ def test_a_process_that_reuses_the_id_of_an_ended_supervisor_must_not_be_signall
     with monkeypatch.context() as patched:
         forbid_signals(patched)
         assert not later.ask_to_stop()
+    before = len(os.listdir("/proc/self/fd"))
     assert found.ask_to_stop()
+    assert len(os.listdir("/proc/self/fd")) == before
     assert other.wait(60) == -signal.SIGTERM
     forbid_signals(monkeypatch)
     assert not found.ask_to_stop()

@@ -80,9 +80,9 @@ def test_secrets_must_not_be_logged(tmp_path, capsys):
 
 def test_escape_sequences_and_forged_lines_must_not_be_logged(tmp_path):
     with log_file.kept(tmp_path / "log", str):
-        LOG.info("a\x1b[2J%s", "b\n2026-01-01T00:00:00.000Z INFO orchestrate: c")
+        LOG.info("a\x1b[2J%s\udcff", "b\n2026-01-01T00:00:00.000Z INFO orchestrate: c")
     (line,) = text(tmp_path / "log").splitlines()
-    assert line.endswith("INFO orchestrate.tests: ab\\n2026-01-01T00:00:00.000Z INFO orchestrate: c")
+    assert line.endswith("INFO orchestrate.tests: ab\\n2026-01-01T00:00:00.000Z INFO orchestrate: c\\udcff")
 
 
 def test_times_in_the_log_must_be_in_utc(tmp_path, timezone):
@@ -119,6 +119,15 @@ def test_messages_must_be_shown_from_the_requested_level(level, seen, capsys, tm
         ::-1
     ] or [line[0] for line in lines] == [*seen]
     assert text(tmp_path / "log").count(": x\n") == 5
+
+
+def test_nothing_of_the_log_of_a_job_must_affect_that_of_the_next(tmp_path, capsys):
+    with log_file.kept(tmp_path / "log", str.upper):
+        pass
+    assert not LOG.isEnabledFor(logging.ERROR)
+    with log_file.shown("info"):
+        LOG.info("x")
+    assert capsys.readouterr().err == "INFO orchestrate.tests: x\n"
 
 
 def test_messages_must_not_be_shown_without_a_level(capsys):

@@ -10,13 +10,14 @@ from support.plans import HERE, plan
 from support.repo import ROOT
 
 from orchestrate.errors import UsageError
-from orchestrate.files import records
+from orchestrate.files import lock, log_file, records
 from orchestrate.files.folder import regular, write_whole
 from orchestrate.files.paths import JobPaths
-from orchestrate.job import store
+from orchestrate.job import store, usage
 from orchestrate.job.logs import Follower, tail
 from orchestrate.job.recorder import Recorder
 from orchestrate.job.spec import JobSpec
+from orchestrate.job.times import TimesWriter
 from orchestrate.supervise.job_files import JobFiles
 
 SECRET = (
@@ -127,10 +128,15 @@ def test_the_files_of_a_job_must_be_readable_by_their_owner_alone(paths):
     try:
         write_whole(paths.report, "ours")
         Recorder(paths.events).close()
+        TimesWriter(paths.times).note({0: 1})
+        usage.ask(paths)
+        with lock.held(paths), log_file.kept(paths.orchestrate_log, str):
+            pass
     finally:
         os.umask(mask)
     files = [path for path in paths.root.iterdir() if not path.is_symlink() and path.is_file()]
-    assert {path.name for path in files} == {"report.json", "events.jsonl", "job.yaml", "plan.json"}
+    made = {paths.report, paths.events, paths.times, paths.usage_asked, paths.lock, paths.orchestrate_log}
+    assert {*files} == made | {paths.spec, paths.plan}
     assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o600}
     assert stat.S_IMODE(paths.root.stat().st_mode) == 0o700
 
