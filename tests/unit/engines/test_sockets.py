@@ -94,6 +94,13 @@ def test_the_socket_folder_must_be_private_to_its_user(tmp_path, monkeypatch):
         private.temporary()
 
 
+@pytest.mark.parametrize(("setting", "top"), [("", ".cache"), ("relative", ".cache"), ("{home}/mine", "mine")])
+def test_a_cache_must_be_below_the_home_folder_or_an_absolute_xdg_cache_home(tmp_path, monkeypatch, setting, top):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", setting.format(home=tmp_path))
+    assert private.cache("data") == tmp_path / top / "orchestrate" / "data"
+
+
 def test_a_link_in_place_of_the_folder_of_a_jobs_sockets_must_be_refused(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path)
     with pytest.raises(EngineError, match="cannot create the folder for node sockets"):

@@ -57,6 +57,8 @@ def test_a_record_must_be_readable_by_its_user_alone(kept, run):
     records.forget(run)
     assert records.find(run) is None and not [*kept.iterdir()]
     records.forget(run), records.end(run)  # no record exists
+    with pytest.raises(UsageError, match=NOT_OURS):
+        records.reopen(run, KEY)
 
 
 def moved(run: Path) -> Path:
@@ -158,6 +160,8 @@ def test_records_must_be_found_in_a_shell_with_other_settings(tmp_path, monkeypa
     assert len([*home.glob(".local/state/orchestrate/*.json")]) == 1
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     assert records.need(run).key == KEY.hex()
+    records.forget(run)
+    assert not [*home.glob(".local/state/orchestrate/*.json")]
 
 
 def test_a_job_must_not_be_created_if_no_record_can_be_kept(tmp_path, monkeypatch):
@@ -192,18 +196,22 @@ def test_using_a_record_must_leave_no_file_open(kept, run):
     records.make(run, KEY)
     (run / "job").mkdir()
     assert records.inode_in(run, "job") == (run / "job").stat().st_ino
+    (run / "link").symlink_to("job")
+    assert records.inode_in(run, "link") == (run / "link").lstat().st_ino
     assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_a_damaged_record_must_be_ignored(kept, run):
     records.make(run, KEY)
     (file,) = kept.iterdir()
+    before = len(os.listdir("/proc/self/fd"))
     for text in ("", "{", "[]", "7", '{"run": 1}'):
         file.write_text(text)
         assert records.find(run) is None
     with file.open("r+b") as opened:
         opened.truncate(300 << 30)
     assert records.find(run) is None
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 # --- jobs

@@ -87,12 +87,15 @@ def test_a_copy_must_be_writable_and_keep_its_time_and_rights_but_no_set_user_id
     tree.write("run.sh", mode=0o4755)
     os.utime(tree.code / "run.sh", ns=(1, 1_234_567_890_123_456_789))
     (tree.code / "latest").symlink_to("run.sh")
+    if not os.geteuid():  # others could not copy it
+        tree.write("not_its_owners.py", mode=0o044)
     tree.copy(owner=OWNER)
     status = (tree.work / "run.sh").stat()
     assert (stat.S_IMODE(status.st_mode), status.st_mtime_ns) == (0o755, 1_234_567_890_123_456_789)
     assert (status.st_uid, status.st_gid) == OWNER
     for path in (tree.work, tree.work / "latest"):
         assert (path.lstat().st_uid, path.lstat().st_gid) == OWNER
+    assert os.geteuid() or stat.S_IMODE((tree.work / "not_its_owners.py").stat().st_mode) == 0o444
 
 
 def test_sockets_and_pipes_must_not_be_copied(tree):
@@ -214,13 +217,18 @@ def test_a_copy_that_failed_must_be_completed_by_the_next_one(tree):
     assert "large" not in tree.found()
     tree.copy()
     assert tree.found() == {"large": "x" * 100_000, "small": "old"}
+    with pytest.raises(FileNotFoundError):
+        Copy(tree.code, (), Folder(tree.code / "none", "job"), "work", "/workspace", None).run()
 
 
 def test_only_what_workers_have_written_must_stay(tree):
     for name in ("kept.py", "pkg/same.py", "pkg/changed.py", "pkg/touched.py", "removed.py"):
         tree.write(name)
-    (tree.code / "latest").symlink_to("pkg")
+    for name in ("best", "latest"):
+        (tree.code / name).symlink_to("pkg")
     tree.copy()
+    (tree.work / "best").unlink()
+    (tree.work / "best").symlink_to("logs")
     (tree.work / "removed.py").unlink()
     (tree.work / "pkg/changed.py").write_text("longer than before")
     os.utime(tree.work / "pkg/touched.py", ns=(1, 1))
@@ -230,8 +238,10 @@ def test_only_what_workers_have_written_must_stay(tree):
     (tree.work / "pkg/__pycache__").mkdir()
     (tree.work / "pkg/__pycache__/same.cpython-312.pyc").write_text("x")
     (tree.work / "mine").symlink_to("/workspace/other")
+    (tree.work / "no__pycache__").write_text("x")
     written, complete = tree.tidy()
-    assert (written, complete) == (["logs/version_0/events", "mine", "pkg/changed.py", "pkg/touched.py"], True)
+    made = ["best", "logs/version_0/events", "mine", "no__pycache__"]
+    assert (written, complete) == ([*made, "pkg/changed.py", "pkg/touched.py"], True)
     assert sorted(tree.found()) == written
     assert (tree.work / "made/empty").is_dir() and not (tree.work / "pkg/__pycache__").exists()
 
