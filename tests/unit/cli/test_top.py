@@ -110,9 +110,10 @@ def test_the_use_of_gpus_must_be_read(monkeypatch):
 
 
 def test_a_supervisor_must_write_only_while_it_is_asked(paths):
+    before = len(os.listdir("/proc/self/fd"))
     assert not usage.asked(paths) and usage.read(paths) == (0.0, {})
     usage.ask(paths)
-    assert usage.asked(paths)
+    assert usage.asked(paths) and len(os.listdir("/proc/self/fd")) == before
     usage.write(paths, {1: Activity("R", 1.5, 7)})
     when, found = usage.read(paths)
     assert when > 1e9 and found == {1: Activity("R", 1.5, 7)}
@@ -125,7 +126,11 @@ def test_a_supervisor_must_write_only_while_it_is_asked(paths):
 
 
 @pytest.mark.parametrize(
-    "content", ["", "[]", "{}", '{"time": 1, "workers": {"x": {}}}', '{"time": "x", "workers": {}}']
+    "content",
+    [
+        *("", "[]", "{}", '{"time": 1, "workers": []}', '{"time": 1, "workers": {"x": {}}}'),
+        *('{"time": "x", "workers": {}}', "[" * 100_000),
+    ],
 )
 def test_a_damaged_file_must_count_as_none(paths, content):
     paths.usage.write_text(content)

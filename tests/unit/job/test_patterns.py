@@ -131,7 +131,7 @@ def test_the_size_of_rules_must_be_limited(rules, reason):
 
 
 @pytest.mark.parametrize(
-    "pattern", ["x{10001}", "x{0}y{10001}", "(?:x{101}){100}", "x{4294967294}", "(?:(?:x{9,}){999}y){2}"]
+    "pattern", ["x{10001}", "x{ 10001}", "x{0}y{10001}", "(?:x{101}){100}", "x{4294967294}", "(?:(?:x{9,}){999}y){2}"]
 )
 def test_a_pattern_that_repeats_too_often_must_be_refused(pattern):
     """Each repetition takes memory; the third of them takes all of it."""

@@ -141,6 +141,7 @@ def test_only_secret_values_must_be_replaced():
 def test_secrets_must_be_masked_in_text():
     key = "-----BEGIN KEY-----\ncanary-line\n-----END KEY-----\n"
     hide = Mask({"HF_TOKEN": "canary-7c1", "LONG_TOKEN": "canary-7c1-more", "URL": "redis://:hunter22@h/0", "KEY": key})
+    assert Mask({"KEY": key.replace("\n", "\r\n")})("canary-line") == HIDDEN
     assert hide("a canary-7c1 b canary-7c1-more c") == f"a {HIDDEN} b {HIDDEN} c"
     assert hide("redis://:hunter22@h/0, or hunter22 alone") == f"{HIDDEN}, or {HIDDEN} alone"
     assert hide("canary-line") == HIDDEN
@@ -204,3 +205,4 @@ def test_deeply_nested_data_must_be_truncated():
     for _ in range(900):
         data = [data]
     assert str(Mask({}).inside(data)).strip("[]") == f"'{HIDDEN}'"
+    assert Mask({}).inside(shallow := [[[[[[[[[["a"]]]]]]]]]]) == shallow

@@ -18,12 +18,14 @@ CANARY = "canary-0d4f6a3e"
         ({"A": "."}, "secrets.A: cannot read its file: Is a directory"),
         ({"A": "large"}, "the secrets are larger than 128 KiB"),
         ({"A": "text"}, "the secrets are larger than 128 KiB"),
+        ({"A": "most", "B": "most"}, "the secrets are larger than 128 KiB"),
     ],
 )
 def test_a_secret_that_cannot_be_read_must_be_refused_without_its_source(secrets, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("EMPTY", "")
     (tmp_path / "large").write_bytes(bytes(secret_files.MAX_SIZE + 1))
+    (tmp_path / "most").write_bytes(bytes(secret_files.MAX_SIZE - 1))
     (tmp_path / "text").write_text("漢" * (secret_files.MAX_SIZE // 2))
     with pytest.raises(UsageError, match=message) as caught:
         secret_files.with_contents(folders.with_absolute(resolve({"secrets": secrets})))

@@ -85,6 +85,31 @@ def test_an_error_of_git_must_be_shown_without_its_advice(tmp_path, monkeypatch)
         source.check_out(source.parsed("git+ssh://me@host/a"))
 
 
+def test_a_protocol_that_only_the_shell_allows_must_be_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("GIT_ALLOW_PROTOCOL", "git")
+    with pytest.raises(ResourceError, match="transport 'git' not allowed"):
+        source.check_out(source.Repository("git://127.0.0.1:1/a", "HEAD", ""))
+
+
+def test_changes_must_be_shown_as_the_environment_of_the_shell_configures_git(repository, monkeypatch):
+    for name, value in (("COUNT", "1"), ("KEY_0", "diff.noprefix"), ("VALUE_0", "true")):
+        monkeypatch.setenv(f"GIT_CONFIG_{name}", value)
+    (repository / "train.py").write_text("x\n")
+    assert "\n+++ train.py\n" in source.changes(repository)
+
+
+def test_no_program_that_a_repository_names_must_run_to_show_its_changes(repository, tmp_path):
+    (tmp_path / "evil.sh").write_text(f"#!/bin/sh\ntouch {tmp_path}/evil\n")
+    (tmp_path / "evil.sh").chmod(0o755)
+    (repository / ".git" / "info" / "attributes").write_text("* diff=x filter=x\n")
+    with (repository / ".git" / "config").open("a") as config:
+        for name in ("[diff]external", '[diff "x"]textconv', '[filter "x"]clean', "[core]fsmonitor"):
+            config.write(f"{name} = {tmp_path}/evil.sh\n")
+    (repository / "train.py").write_text("x\n")
+    assert "\n+x\n" in source.changes(repository) and not (tmp_path / "evil").exists()
+
+
 def test_a_cache_that_cannot_be_used_and_a_missing_git_must_be_named(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("PATH", "")
