@@ -12,9 +12,9 @@ from support.repo import ROOT
 
 from orchestrate.files import folder
 from orchestrate.job import events
-from orchestrate.job.metrics import listed
+from orchestrate.job.metrics import NAMES, listed
 from orchestrate.job.outcomes import Cause, GenerationResult, JobResult, Outcome, Reason
-from orchestrate.job.report import Copied, Written, line, phase, report, text
+from orchestrate.job.report import Copied, Written, line, phase, readable, report, text
 from orchestrate.job.spec import JobSpec
 
 NODES = ("master", "trainer-1", "trainer-2")
@@ -333,3 +333,15 @@ def test_a_list_of_files_that_is_not_complete_must_be_named():
         written = Written(Path("work"), ["a"], complete)
         data = report(PLAN, JobResult(Outcome.SUCCEEDED, "finished"), [], 0.0, [], [], complete, written)
         assert (data["written"], data["truncated"]) == (["a"], named)
+    written = Written(Path("work"), ["x" * (1 << 20)] * 5, True)
+    data = report(
+        PLAN, JobResult(Outcome.SUCCEEDED, ""), [], 0.0, [{f"{n}": n for n in range(NAMES + 1)}], [], True, written
+    )
+    assert (len(data["written"]), len(data["final_metrics"])) == (3, NAMES)
+    assert data["truncated"] == ["written", "final_metrics"]
+
+
+@pytest.mark.parametrize(("key", "value"), [("outcome", "rescaled"), ("duration_s", 10**400), ("failures", [1])])
+def test_a_damaged_report_must_count_as_none(key, value):
+    data = report(PLAN, JobResult(Outcome.SUCCEEDED, "finished"), [], 0.0, [], [])
+    assert readable(data) and not readable(data | {key: value})
