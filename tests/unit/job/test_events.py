@@ -186,6 +186,9 @@ def test_events_written_without_a_key_or_with_another_one_must_be_refused(path):
         with pytest.raises(ValueError, match="event 1, 'engine_back', was not written by this job"):
             Recorder(path, key=KEY)
         path.unlink()
+    lines(path, ONE)
+    with pytest.raises(ValueError, match="was not written by this job"):
+        Recorder(path)
 
 
 # --- format

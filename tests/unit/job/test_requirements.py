@@ -16,7 +16,8 @@ def test_a_file_must_be_read_with_the_files_that_it_includes(tmp_path):
         "--extra-index-url https://me:${TOKEN}@example.org/simple#fragment\r\ngit+https://example.org/a/b@main\n"
         "# a comment ends with its line \\\nrich\n--find-links https://example.org/wheels\nscipy \\"
     )
-    assert requirements.read(tmp_path / "requirements.txt") == [
+    (tmp_path / "link").symlink_to(".")
+    assert requirements.read(tmp_path / "link" / "requirements.txt") == [
         *("lightning>=2.4,<3", "hypothesis", "pytest"),
         "torch==2.8.0      --hash=sha256:abc      --hash=sha256:def",
         *("--extra-index-url https://me:${TOKEN}@example.org/simple#fragment", "git+https://example.org/a/b@main"),
@@ -94,7 +95,7 @@ def test_a_job_file_must_not_take_anything_else(value, why):
 def test_a_variable_that_is_not_set_must_be_named(monkeypatch):
     monkeypatch.setenv("USER_NAME", "me")
     monkeypatch.delenv("TOKEN", raising=False)
-    lines = ["-i https://${USER_NAME}:${TOKEN}@example.org", "a${lower}b"]
+    lines = ["-i https://${USER_NAME}@example.org", "a${lower}b", "-f https://${TOKEN}@example.org"]
     with pytest.raises(UsageError, match=r"need \$\{TOKEN\}, which is not set in this shell"):
         requirements.variables(lines)
     monkeypatch.setenv("TOKEN", "x")
