@@ -200,7 +200,7 @@ def test_a_folder_that_a_generation_has_replaced_with_a_link_must_be_refused(sch
     assert len(scheduler.calls()) == 1 and not [*elsewhere.iterdir()]
 
 
-@pytest.mark.parametrize("text", ["link", "fifo", "folder", "canary", "3 canary", "0000", "999", "-1", ""])
+@pytest.mark.parametrize("text", ["link", "fifo", "folder", "canary", "3 canary", "0000", "999", "1234", "-1", ""])
 def test_content_planted_in_the_failure_file_must_neither_be_shown_nor_block(scheduler, tmp_path, text):
     (tmp_path / "secret").write_text("canary")
     how = {"link": f"ln -sf {tmp_path}/secret", "fifo": "mkfifo", "folder": "mkdir"}.get(text, f"echo -n '{text}' >")
