@@ -59,9 +59,9 @@ for attempt in $(seq 0 {max_restarts}); do
         --nodes={nodes} --ntasks={nodes} --ntasks-per-node=1 --kill-on-bad-exit=1 --wait={wait} \\
         {launch} &
     step=$!
-    wait "$step"
+    while kill -0 "$step" 2>/dev/null; do wait "$step"; done  # a signal interrupts a wait
+    wait "$step"  # bash remembers the exit code of a process that has ended during the trap
     code=$?
-    while kill -0 "$step" 2>/dev/null; do wait "$step"; code=$?; done  # a signal interrupts the first wait
     [ "$code" = 0 ] || code=$(first_failure || echo "$code")
     case $code in 0) exit 0 ;; {no_restart}) exit "$code" ;; esac
     [ -z "$stop" ] || exit "$code"
