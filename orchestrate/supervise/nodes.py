@@ -67,6 +67,8 @@ class Nodes:
             raise EngineError(error)
         if missing:
             self.emit(events.NodesMissing(nodes, missing, error))
+        else:
+            self.rejoin_delay = REJOIN_INTERVAL[0]
         self.hosts = {node: alive[node] for node in nodes if alive[node]}
         self.emit(events.NodesUp(nodes, self.hosts))
         if copies:

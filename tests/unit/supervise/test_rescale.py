@@ -175,6 +175,30 @@ def test_a_node_that_came_back_and_is_missing_again_must_not_count_as_back(job, 
     assert job.names().count("node_back") == 1
 
 
+def test_the_delays_must_be_short_again_once_a_node_was_back(job, monkeypatch):
+    monkeypatch.setattr("orchestrate.supervise.nodes.ThreadPoolExecutor", AtOnce)
+    engine = RecordingEngine([KILLED], [], [KILLED], [])
+    up, wait, attempts = engine.up, engine.wait, []
+
+    def come_back_once(*arguments, **options) -> None:
+        if len(engine.plans) == 2 and job.clock.now > attempts[0] + 25:
+            engine.missing = set()
+        attempts.append(job.clock.now)
+        engine.calls += ["again"] * (len(engine.plans) == 4)
+        up(*arguments, **options)
+
+    def save(timeout):
+        job.paths.checkpoints.joinpath(f"step-{job.clock.now}").touch()
+        ended = "again" in engine.calls and 0 in engine.running
+        return Observed([WorkerExit(0, 0), WorkerExit(1, 0)]) if ended else wait(timeout)
+
+    lose_trainer_1(engine)
+    engine.up, engine.wait = come_back_once, save
+    assert job.run(engine, JobSpec(trainers=2, grace=0.01, min_trainers=1, hang_after=0.0)).outcome == "succeeded"
+    assert [ended.outcome for ended in job.supervisor.history.ended] == ["failed", "rescaled", "failed", "succeeded"]
+    assert attempts[-1] - attempts[-2] == pytest.approx(REJOIN_INTERVAL[0], abs=0.5)
+
+
 @pytest.mark.parametrize(
     ("end", "asked", "word"),
     [(0, False, "rescaled"), (1, True, "rescaled"), (1, False, "failed"), (143, True, "rescaled")],
