@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -91,14 +90,15 @@ class Stored(Stores):
             self.emit(events.WarningIssued(text))
 
     def _end_mirror(self, mirror: Mirror) -> Copied:
-        before, stops, moved = State(), self.stops(), time.monotonic()
+        clock, before, stops = self.emit.clock, State(), self.stops()
+        moved = clock.monotonic()
         mirror.finish()
-        while not mirror.finished and self.stops() == stops and time.monotonic() - moved < NO_PROGRESS:
+        while not mirror.finished and self.stops() == stops and clock.monotonic() - moved < NO_PROGRESS:
             state = mirror.state
             if (state.bytes, state.pending_files) != (before.bytes, before.pending_files):
-                before, moved = state, time.monotonic()
+                before, moved = state, clock.monotonic()
             phase(f"copying checkpoints to {mirror.store.url}: {state.pending_bytes >> 20} MiB left")
-            time.sleep(POLL_INTERVAL)
+            clock.sleep(POLL_INTERVAL)
         phase("")
         state = mirror.close(0)
         error, hint = "" if state.complete else state.error, state.hint

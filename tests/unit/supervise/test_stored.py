@@ -8,9 +8,12 @@ from types import SimpleNamespace
 import pytest
 from support.commanded import create
 from support.object_stores import Saved
+from support.optional import not_none
 from support.recording import RecordingEngine
 from support.scripted import ALL_WELL, Clock, Job
+from support.waiting import eventually
 
+from orchestrate import clock as clocks
 from orchestrate import console
 from orchestrate.errors import StorageError
 from orchestrate.files.folder import Folder
@@ -20,6 +23,7 @@ from orchestrate.job.recorder import Recorder
 from orchestrate.job.report import Copied
 from orchestrate.job.spec import JobSpec
 from orchestrate.node.ranks import FENCE
+from orchestrate.storage.manifest import manifest_key
 from orchestrate.storage.mirror import Mirror, State
 from orchestrate.storage.output import MAX_FAILURES, upload
 from orchestrate.storage.parallel import AT_ONCE
@@ -122,12 +126,10 @@ def test_the_end_of_a_job_must_not_wait_forever_for_a_store_that_is_down(
 class Copies:
     """The copies that the job in `run` makes of its checkpoints, and of its `output`; `stops` are requests to stop."""
 
-    def __init__(self, folder: Path, output: bool = False, stops: int = 0) -> None:
+    def __init__(self, folder: Path, output: bool = False, stops: int = 0, clock: clocks.Clock = clocks.SYSTEM) -> None:
         self.job, self.stops = Saved(folder / "run"), stops
         spec = JobSpec(checkpoints=f"file://{folder}/store", output=f"file://{folder}/output" if output else "")
-        self.clock = Clock()
-        self.began = self.clock.now
-        self.emit = Recorder(folder / "events.jsonl", clock=self.clock)
+        self.emit = Recorder(folder / "events.jsonl", clock=clock)
         self.stored = Stored(spec, JobPaths(folder / "run"), lambda: self.stops, self.emit)
 
     def end(self, quiet: bool) -> list[Copied]:
@@ -180,12 +182,13 @@ def test_the_files_of_a_job_that_was_stopped_must_be_copied(tmp_path):
     copies = Copies(tmp_path, output=True)
     copies.job.write("last.pt", b"weights")
     copies.job.write("bad\x01", b"")
+    (copies.job.path / "link").symlink_to("last.pt")
     copies.stored.begin()
     copies.stops = 1  # only a second request ends the copying
     copied = copies.end(quiet=True)
     assert [(copy.what, copy.files, copy.error) for copy in copied] == [("checkpoints", 2, ""), ("output", 1, "")]
-    (note,) = copied[1].skipped
-    assert note.endswith(": its name has characters that cannot be printed")
+    assert [len(copy.skipped) for copy in copied] == [1, 2]
+    assert copied[1].skipped[1].endswith(": its name has characters that cannot be printed")
     assert [path.read_bytes() for path in (tmp_path / "output").rglob("last.pt")] == [b"weights"]
 
 
@@ -199,6 +202,52 @@ def test_a_job_whose_nodes_may_still_write_must_not_be_copied_as_complete(tmp_pa
         ("output", "nodes may still write"),
     ]
     assert not list((tmp_path / "output").glob("*"))
+    eventually(lambda: not_none(copies.stored.mirror).finished, timeout=30)  # later changes are not copied, either
+
+
+def test_damage_of_the_newest_copy_must_be_reported_before_an_older_one_is_used(tmp_path, earlier):
+    open_store(f"file://{tmp_path}/store").put(manifest_key(2), b"{")
+    copies = Copies(tmp_path)
+    copies.stored.begin()
+    warning, fetched = copies.emit.events
+    assert isinstance(warning, events.WarningIssued) and warning.text.endswith("; using an older copy")
+    assert isinstance(fetched, events.CheckpointsFetched)
+    copies.end(quiet=False)
+
+
+@pytest.mark.parametrize(("minutes", "error"), [(5, ""), (0, "away")])
+def test_a_copy_of_checkpoints_must_be_given_up_only_after_two_minutes_without_progress(tmp_path, minutes, error):
+    class Slow(Mirror):
+        """Copies one byte in each of some minutes."""
+
+        @property
+        def state(self) -> State:
+            copied = int(copies.emit.seconds() // 60)
+            return State(
+                bytes=min(copied, minutes), pending_bytes=5 << 20, error="away", committed=1.0, complete=self.finished
+            )
+
+        @property
+        def finished(self) -> bool:
+            return 0 < minutes <= copies.emit.seconds() / 60
+
+    copies, phases = Copies(tmp_path, clock=Clock()), []
+    copies.stored.mirror = Slow(open_store(f"file://{tmp_path}/store"), copies.job.folder, "checkpoints", "j")
+    console.attach(SimpleNamespace(above=pytest.fail, phase=phases.append))
+    try:
+        (copied,) = copies.end(quiet=True)
+    finally:
+        console.attach(None)
+    assert copies.emit.seconds() == pytest.approx(60 * minutes or NO_PROGRESS, abs=0.2)
+    assert copied.error == error and phases[0].endswith(": 5 MiB left") and phases[-1] == ""
+
+
+def test_a_request_to_stop_must_end_a_copy_of_output_that_has_begun(tmp_path):
+    copies, requests = Copies(tmp_path, output=True), itertools.chain([0, 0], itertools.repeat(1))
+    copies.stored.stops = lambda: next(requests)
+    copies.job.write("last.pt", b"weights")
+    (copied,) = copies.end(quiet=True)
+    assert (copied.files, copied.error) == (0, "copying was stopped")
 
 
 @pytest.mark.parametrize("spec", [JobSpec(checkpoints="s3://nowhere/x"), JobSpec(output="s3://nowhere/x")])
@@ -227,10 +276,35 @@ def test_no_secret_must_be_published_with_the_output_of_a_job(tmp_path):
 
 
 def test_the_end_of_a_job_must_not_wait_forever_for_a_file_that_cannot_be_copied(tmp_path):
-    copies = Copies(tmp_path, output=True)
+    copies = Copies(tmp_path, output=True, clock=Clock())
     for name in ("a", "b"):
         copies.job.write(name, b"content")
     (tmp_path / "output" / "run" / "checkpoints" / "b").mkdir(parents=True)  # in the way of a file
     (copied,) = copies.end(quiet=True)
     assert copied.files == 1 and copied.error
-    assert NO_PROGRESS <= copies.clock.now - copies.began <= NO_PROGRESS + 2 * RETRY_INTERVAL
+    assert NO_PROGRESS <= copies.emit.seconds() <= NO_PROGRESS + 2 * RETRY_INTERVAL
+
+
+class Minutes(Clock):
+    """A clock whose `sleep` takes a minute, in each of the first four of which something happens."""
+
+    def __init__(self, happens) -> None:
+        super().__init__()
+        self.happens, self.left = happens, 4
+
+    def sleep(self, seconds: float) -> None:
+        self.now += 60.0
+        self.left -= 1
+        if self.left >= 0:
+            self.happens()
+
+
+def test_a_copy_of_output_must_not_be_given_up_while_it_makes_progress(tmp_path):
+    def write_more() -> None:
+        copies.job.write(f"{copies.emit.seconds()}", b"more")
+
+    copies = Copies(tmp_path, output=True, clock=Minutes(write_more))
+    copies.job.write("b", b"content")
+    (tmp_path / "output" / "run" / "checkpoints" / "b").mkdir(parents=True)  # in the way of a file
+    (copied,) = copies.end(quiet=True)
+    assert copied.files == 4 and copied.error and copies.emit.seconds() > 4 * 60.0 + NO_PROGRESS - 1
