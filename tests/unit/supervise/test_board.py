@@ -1,6 +1,8 @@
 """Metrics as TensorBoard events."""
 
 import json
+import shutil
+import threading
 
 from support.tensorboard import curves
 
@@ -68,16 +70,36 @@ def test_the_output_must_count_only_without_metrics_of_the_script(paths):
 
 def test_nothing_that_a_job_writes_must_do_harm(paths):
     board = Board(paths, Mask({"API_TOKEN": "hunter2000"}, ()))
+    board.heard(Progress(1 << 70, metrics={"huge": 0.5}))
+    board.catch_up()
     rows = [{"step": 1, f"metric {number}": number} for number in range(400)]
     (paths.shared / "metrics.jsonl").write_text('{"step": 1, "hunter2000": NaN, "x hunter2000": 1, "\\ud800": 2}\n')
     write(paths, {"y" * 300: 1}, {"step": -1, "big": 1e300}, {"step": 1e9, "text": "a"}, {"step": 1 << 70}, *rows)
     finished(board)
     found = curves(paths.root)
     assert (
-        len(found) == 200 and {"x ***", "?", "y" * 100} <= found.keys() and not any("hunter" in name for name in found)
+        len(found) == 200
+        and {"huge", "x ***", "?", "y" * 100} <= found.keys()
+        and not any("hunter" in name for name in found)
     )
 
 
 def test_a_job_without_metrics_must_have_no_events(paths):
     finished(Board(paths, str))
     assert not [*paths.root.glob(PATTERN)]
+
+
+def test_events_that_cannot_be_written_must_be_given_up_without_harm(paths):
+    shutil.rmtree(paths.root)
+    paths.root.touch()  # in the way of the folder
+    board = Board(paths, str)
+    board.heard(Progress(1, metrics={"loss": 0.5}))
+    finished(board)
+    assert not board.available
+
+
+def test_the_end_of_a_job_must_close_its_events(paths):
+    before, board = threading.active_count(), Board(paths, str)
+    write(paths, {"step": 1, "loss": 0.5})
+    finished(board)
+    assert threading.active_count() == before

@@ -227,9 +227,10 @@ def test_hung_workers_must_get_a_few_seconds_to_print_their_stacks_before_they_a
     assert len(aborts) == 3 and all(end["stopping"] for end in aborts)  # the supervisor ended them
 
 
-def test_a_frozen_worker_must_not_be_waited_for_since_it_prints_no_stack(job):
+@pytest.mark.parametrize("state", ["T", "t"])
+def test_a_frozen_worker_must_not_be_waited_for_since_it_prints_no_stack(job, state):
     engine = RecordingEngine([], [ALL_WELL])
-    engine.activity = lambda: {0: Activity("S", 1.0), 1: Activity("T", 1.0), 2: Activity("S", 1.0)}
+    engine.activity = lambda: {0: Activity("S", 1.0), 1: Activity(state, 1.0), 2: Activity("S", 1.0)}
 
     def dump() -> None:
         engine.calls.append("dump")
@@ -251,7 +252,7 @@ def test_an_engine_that_is_lost_while_workers_print_their_stacks_must_leave_the_
 
     engine.dump = leave
     assert job.run(engine, SPEC).outcome == "succeeded"
-    assert [cause for _, cause in job.causes()] == ["hang"]
+    assert [cause for _, cause in job.causes()] == ["hang"] and len(job.noted("hang_found")) == 1
     assert engine.calls == ["up", "start", "adopt", "kill", "up", "start", "down"]
     cause = next(end.cause for end in job.supervisor.history.ended if end.cause)
     assert cause.node == "master" and cause.summary.startswith("the job hung; the engine was lost")

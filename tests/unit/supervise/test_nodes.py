@@ -151,6 +151,7 @@ def test_workers_whose_run_directory_is_removed_must_be_stopped_and_not_succeed(
     outcome = job.run(engine)
     assert (outcome.outcome, outcome.why) == ("failed", "its run directory was removed")
     assert engine.calls[-2:] == ["stop", "down"] and job.when("workers_stopping")[0] < 6
+    assert len(job.noted("workers_stopping")) == 1
 
 
 def test_the_plan_of_each_generation_must_be_written_before_its_workers_start(job):

@@ -1,8 +1,10 @@
 """What a job that is resumed knows of the time before; on a scripted engine."""
 
+import pytest
 from support.recording import RecordingEngine
 from support.scripted import ALL_WELL, Clock, Job
 
+from orchestrate.errors import EngineError
 from orchestrate.job import events
 from orchestrate.job.history import History
 from orchestrate.job.outcomes import GenerationResult, Outcome, WorkerExit
@@ -22,6 +24,20 @@ def test_a_resumed_job_must_have_its_restart_budget_again(tmp_path):
     done = job.run(RecordingEngine(*failure[:1], [[WorkerExit(rank, 0) for rank in range(3)]]), spec)
     assert done.outcome == Outcome.SUCCEEDED
     assert [each["generation"] for each in job.noted("generation_starting")] == [0, 1, 2, 3]
+
+
+def test_a_resumed_job_must_start_with_all_nodes(job):
+    spec = JobSpec(trainers=2, grace=0.01, max_restarts=0, min_trainers=1)
+    assert job.run(RecordingEngine([[WorkerExit(1, 1)]]), spec).outcome == "failed"
+    emit = Recorder(job.paths.events, clock=job.clock)
+    emit(events.JobResumed())
+    emit.close()
+    engine = RecordingEngine()
+    engine.missing = {"trainer-1"}
+    with pytest.raises(EngineError, match="no such node"):
+        job.run(engine, spec)
+    assert job.noted("outcome_decided")[-1]["reason"] == "could not start: no such node"
+    assert engine.calls == ["up", "down"]
 
 
 def test_the_time_limit_must_count_from_the_resumption(job):

@@ -31,6 +31,7 @@ def nodes(engine: RecordingEngine) -> list[list[str]]:
 
 def test_a_standby_node_must_be_up_before_the_job_starts_and_have_no_worker(job):
     engine, requested = with_standby([ALL_WELL]), []
+    engine.hosts = {"master": "one", "trainer-3": "two"}
     up = engine.up
 
     def record(plan, *arguments, **options) -> None:
@@ -42,6 +43,7 @@ def test_a_standby_node_must_be_up_before_the_job_starts_and_have_no_worker(job)
     assert requested == [("master", "trainer-1", "trainer-2", "trainer-3")]
     assert engine.calls == ["up", "start", "down"]
     assert nodes(engine) == [["master", "trainer-1", "trainer-2"]]
+    assert [found["hosts"] for found in job.noted("nodes_up")] == [{"master": "one"}]
 
 
 def test_a_standby_node_must_replace_a_lost_one_without_waiting_for_it(job):

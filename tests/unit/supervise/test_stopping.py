@@ -130,6 +130,16 @@ def test_nodes_whose_workers_do_not_end_must_be_removed_in_time(job, requests, c
     assert job.noted("workers_lost") == [{"ranks": [0, 1, 2]}]
 
 
+@pytest.mark.parametrize("seconds", [3.0, 7.0])
+def test_a_request_to_stop_must_give_failing_workers_on_gpus_no_more_time(job, seconds):
+    engine, spec, began = Unstoppable([[WorkerExit(1, 1)]]), JobSpec(trainers=2, grace=30.0, gpus="all"), job.clock.now
+    job.stops = lambda: int(job.clock.now > began + seconds)
+    on_gpus = plan(spec, HERE.but(gpus=("GPU-0", "GPU-1", "GPU-2")), "j", 29500)
+    assert job.run(engine, spec, on_gpus).outcome == "stopped"
+    assert engine.calls == ["up", "start", "stop", "kill", "discard master trainer-2", "down"]
+    assert 10 <= job.when("workers_lost")[0] < 12.5
+
+
 def test_workers_that_exceed_max_run_must_be_stopped_once_and_removed_in_time(job):
     engine = Unstoppable([])
     assert job.run(engine, JobSpec(trainers=2, grace=30.0, max_run=10.0)) == JobResult(

@@ -57,6 +57,12 @@ def test_isolated_workers_must_be_in_the_report_with_a_hint(job):
     assert "init_process_group" in generation.isolated
 
 
+def test_isolated_workers_of_a_failed_generation_must_not_be_in_the_report(job):
+    engine = RecordingEngine([[dataclasses.replace(end, code=1) for end in ended(ALONE)]])
+    assert job.run(engine, JobSpec(trainers=2, grace=0.01, max_restarts=0)).outcome == "failed"
+    assert job.supervisor.history.ended[0].isolated == ""
+
+
 @pytest.mark.parametrize(
     ("changes", "use"),
     [
