@@ -14,7 +14,7 @@ from orchestrate.engines.base import SWARMS, ignoring
 from orchestrate.engines.docker import folders, helpers, mounts, packages, probe, toolkit
 from orchestrate.engines.docker.client import ERRORS, Daemon, reason
 from orchestrate.engines.docker.volumes import volumes
-from orchestrate.errors import EngineError, ResourceError, UsageError
+from orchestrate.errors import EngineError, EngineLost, ResourceError, UsageError
 from orchestrate.files.paths import NODES, PACKAGE, code_folder
 from orchestrate.job import users
 from orchestrate.job.cores import cores
@@ -140,6 +140,8 @@ def ensure_image(daemon: Daemon, spec: JobSpec) -> None:
             daemon.compose("--profile", "gpu", "build", "master", env={"NODE_IMAGE": spec.image})
         else:
             _pull(daemon, spec.image)
+    except EngineLost:
+        raise
     except EngineError as error:
         hint = "BASE_IMAGE selects the base image, CA_BUNDLE a CA bundle; see README, The image"
         raise ResourceError(f"could not build the image {spec.image}: {error}", hint) from None

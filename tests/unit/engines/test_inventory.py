@@ -13,7 +13,7 @@ from orchestrate.engines import check_cache, process, venv
 from orchestrate.engines.docker import image, labels, packages, probe
 from orchestrate.engines.docker.client import Daemon
 from orchestrate.engines.process import ProcessEngine
-from orchestrate.errors import EngineError, ResourceError, UsageError
+from orchestrate.errors import EngineError, EngineLost, ResourceError, UsageError
 from orchestrate.files.paths import PROJECT
 from orchestrate.job.spec import IMAGE, JobSpec
 
@@ -287,6 +287,9 @@ def test_our_own_image_must_be_built_by_compose(answers, daemon, tmp_path, monke
     with pytest.raises(ResourceError, match=f"could not build the image {IMAGE}") as error:
         image.ensure_image(daemon, JobSpec())
     assert "BASE_IMAGE" in error.value.hint
+    compose(tmp_path, monkeypatch, "echo error during connect: EOF; exit 1")
+    with pytest.raises(EngineLost):
+        image.ensure_image(daemon, JobSpec())
 
 
 def test_the_inventory_must_describe_this_machine(tmp_path, monkeypatch):
