@@ -100,11 +100,13 @@ class Nodes(NodeClients):
             node.end()
 
 
-def planned(count: int = 3, generation: int = 0, command: tuple[str, ...] = ("x.py",)) -> Plan:
-    """A plan with one worker on each node."""
+def planned(count: int = 3, generation: int = 0, command: tuple[str, ...] = ("x.py",), per_node: int = 1) -> Plan:
+    """A plan with as many workers on each node."""
     env = {"TORCHELASTIC_RESTART_COUNT": str(generation)}
     workers = tuple(
-        WorkerPlan(rank=rank, local_rank=0, node=f"node-{rank}", gpu="", cores=(), env={"RANK": str(rank), **env})
+        WorkerPlan(
+            rank=rank, local_rank=0, node=f"node-{rank // per_node}", gpu="", cores=(), env={"RANK": str(rank), **env}
+        )
         for rank in range(count)
     )
     plan = object.__new__(Plan)

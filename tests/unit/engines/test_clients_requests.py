@@ -5,7 +5,9 @@ from collections.abc import Iterator
 
 import pytest
 from support.fake_nodes import Nodes, planned
+from support.scripted import Clock
 
+from orchestrate.engines.base import Stop
 from orchestrate.job.outcomes import Activity, Use
 from orchestrate.job.spec import JobSpec
 
@@ -64,3 +66,26 @@ def test_the_connection_of_a_node_that_sends_nonsense_must_be_closed(nodes):
     node.here.sendall(b"nonsense\n")
     assert [end.code for end in nodes.wait(1)] == [137]
     assert node.here.recv(1) == b""
+
+
+def test_workers_of_one_node_must_share_a_connection(nodes):
+    asked: list[str] = []
+    nodes.access.connect = asked.append
+    nodes.start(planned(4, per_node=2))
+    nodes.adopt(planned(4, per_node=2))
+    assert sorted(asked) == ["node-0", "node-0", "node-1", "node-1"]  # once at the start, and once to take over
+
+
+def test_a_node_that_is_gone_must_not_keep_a_request_from_the_others(nodes):
+    nodes.start(planned(2))
+    nodes.fakes["node-0"].end()
+    nodes.stop(Stop.KILL)
+    assert {*nodes.connections} == {"node-1"} and nodes.fakes["node-1"].asked() == [{"ask": "stop", "kill": True}]
+
+
+def test_silent_nodes_must_be_waited_for_only_briefly_while_workers_run(nodes):
+    nodes.start(planned(2))
+    nodes.clock = clock = Clock()
+    nodes.listen, began = clock.sleep, clock.now
+    nodes.stop(Stop.DUMP)
+    assert not nodes.wait_until_warm(nodes.fakes, 0) and clock.now - began < 4

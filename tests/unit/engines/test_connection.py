@@ -393,5 +393,7 @@ def test_a_port_must_be_free_and_below_the_ephemeral_range(monkeypatch):
             free_port()
 
 
-def test_trying_a_socket_must_leave_nothing_in_the_folder(tmp_path):
-    assert sockets.possible(tmp_path) and not [*tmp_path.iterdir()]
+def test_trying_a_socket_must_leave_nothing_behind_and_fail_where_none_can_be(tmp_path):
+    before = len(os.listdir("/proc/self/fd"))
+    assert sockets.possible(tmp_path) and not sockets.possible(tmp_path / "none")
+    assert not [*tmp_path.iterdir()] and len(os.listdir("/proc/self/fd")) == before

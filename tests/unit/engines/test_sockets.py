@@ -101,6 +101,15 @@ def test_a_cache_must_be_below_the_home_folder_or_an_absolute_xdg_cache_home(tmp
     assert private.cache("data") == tmp_path / top / "orchestrate" / "data"
 
 
+def test_the_folder_of_a_jobs_sockets_must_belong_to_the_nodes_also_when_some_are_replaced(tmp_path):
+    before, user = len(os.listdir("/proc/self/fd")), (7, 8) if os.geteuid() == 0 else (os.geteuid(), os.getegid())
+    for _ in range(2):
+        sockets.share(tmp_path / "sockets", "{}:{}".format(*user))
+    found = (tmp_path / "sockets").stat()
+    assert (found.st_uid, found.st_gid, stat.S_IMODE(found.st_mode)) == (*user, 0o700)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
 def test_a_link_in_place_of_the_folder_of_a_jobs_sockets_must_be_refused(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path)
     with pytest.raises(EngineError, match="cannot create the folder for node sockets"):
