@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -194,6 +195,10 @@ def test_a_command_in_a_container_must_be_reachable_over_its_stdin_and_stdout(an
     link.close()
     answers.speaks = lambda connection: connection.sendall(framed(1, b"no greeting\n"))
     assert daemon.connect_by_exec("box", ["pipe"], KEY) is None
+    left = threading.Event()
+    answers.speaks = lambda connection: left.wait(0.5) or Framed(connection).hear()
+    assert daemon.connect_by_exec("box", ["pipe"], KEY, 0.01) is None  # its greeting comes too late
+    left.set()
 
 
 @pytest.mark.parametrize("cut", [0, 5, -1])
@@ -351,10 +356,12 @@ def test_ctrl_c_must_be_raised_after_compose_has_ended(tmp_path):
         assert (tmp_path / "made").exists() and process.returncode == 0
 
 
-def test_ctrl_c_must_not_reach_a_compose_that_brings_nodes_up(daemon, command, tmp_path):
+def test_ctrl_c_must_reach_a_build_but_not_a_compose_that_brings_nodes_up(daemon, command, tmp_path):
     command(f"echo $$ > {tmp_path}/pid; ps -o pgid= -p $$ > {tmp_path}/group")
     daemon.compose("up", capture=True)
     assert (tmp_path / "group").read_text().split() == (tmp_path / "pid").read_text().split()
+    daemon.compose("build")  # which ends with us
+    assert int((tmp_path / "group").read_text()) == os.getpgrp()
 
 
 # --- error messages

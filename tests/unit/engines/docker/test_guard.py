@@ -1,6 +1,7 @@
 """Requests to an engine for the packet filter of nodes, and what happens if it refuses them."""
 
 import dataclasses
+import threading
 from collections.abc import Iterator
 from concurrent.futures import wait
 
@@ -121,6 +122,17 @@ def test_nodes_of_a_cluster_must_be_filtered_when_up_returns(job):
         engine.guard.pool.submit(print)
 
 
+def test_a_helper_that_runs_must_be_awaited_before_its_node_is_removed(job):
+    ending = threading.Event()
+    job.answers.on_request = lambda request: request == END and ending.wait(30)
+    node, spec = job.answers.container("master"), JobSpec(trainers=0)
+    engine = job.session(spec)
+    engine.up(job.plan(spec))
+    threading.Timer(0.05, ending.set).start()
+    engine.down(0)
+    assert job.answers.requests("DELETE") == ["DELETE /containers/made", f"DELETE /containers/{node['Id']}"]
+
+
 @pytest.mark.parametrize("options", [{"host_access": True}, {"network": "host"}])
 def test_no_helper_must_be_created_if_nodes_may_reach_their_host(job, options):
     spec = JobSpec(trainers=1, **options)
@@ -168,7 +180,9 @@ def test_the_user_must_be_warned_of_helpers_that_failed_before_they_were_awaited
     engine = job.session(spec)
     engine.up(job.plan(spec))
     wait(engine.guard.begun.values())
-    again(engine)
+    engine.connect = lambda node: None
+    engine.start(job.plan(spec))
+    engine.down(0)  # at once
     assert len(job.warnings()) == 1
 
 
@@ -178,6 +192,7 @@ def test_the_output_of_a_failed_helper_must_be_in_the_warning(job):
     protected(job)
     (warning,) = job.warnings()
     assert "OSError: [Errno 95] Operation not supported" in warning
+    assert job.answers.query_of("GET /containers/made/logs")[0]["tail"] == "1"
 
 
 def test_there_must_be_no_warning_about_a_node_that_is_gone(job):

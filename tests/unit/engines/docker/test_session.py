@@ -319,6 +319,7 @@ def test_a_node_must_be_reached_through_the_engine_if_its_socket_cannot_be_used(
     spec = dataclasses.replace(SPEC, network="host" if why == "network" else "bridge")
     job.answers.info["OperatingSystem"] = "Docker Desktop" if why == "Docker Desktop" else "Debian"
     nodes = [job.answers.container(name) for name in ("master", "trainer-1")]
+    job.answers.refusals[f"GET /containers/{nodes[0]['Id']}/json"] = 500, "busy"  # so that its start is unknown
     job.sockets.mkdir()
     engine = job.session(spec)
     assert engine.adopt(job.plan(spec)) == set()
