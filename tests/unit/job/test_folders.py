@@ -28,6 +28,7 @@ def mounted(spec: dict, runs: Path) -> list[dict]:
         ({"mounts": "/proc/self:/x"}, "cannot be mounted: it is a system folder"),
         ({"mounts": "/run:/x"}, "/run cannot be mounted: it is a system folder"),
         ({"mounts": "/dev/null:/x"}, "/dev/null cannot be mounted: it is a system folder"),
+        ({"mounts": "/boot:/x"}, "/boot cannot be mounted: it is a system folder"),
         ({"mounts": "none:/x"}, "none: No such file or directory"),
         ({"mounts": "data:/"}, "data cannot be mounted at /: that path is in use"),
         ({"mounts": "data:/job/x"}, "data cannot be mounted at /job/x: that path is in use"),
@@ -37,6 +38,10 @@ def mounted(spec: dict, runs: Path) -> list[dict]:
         ({"mounts": "data:/opt"}, "data cannot be mounted at /opt: that path is in use"),
         ({"mounts": "data:/x/../etc"}, "data cannot be mounted at /etc: that path is in use"),
         ({"mounts": "data:/usr/lib"}, "data cannot be mounted at /usr/lib: that path is in use"),
+        *(
+            ({"mounts": f"data:{path}"}, f"data cannot be mounted at {path}: that path is in use")
+            for path in ("/proc/x", "/sys", "/dev", "/var/run", "/lib", "/lib64", "/bin", "/sbin", "/opt/orchestrate")
+        ),
         ({"mounts": ["data:/x", "data:/x"]}, "two folders are mounted at /x"),
         ({"mounts": ["data:/x", "data:/x/y"]}, "two folders are mounted at /x and /x/y, one inside the other"),
         ({"mounts": ["data:/x/y", "data:/x"]}, "two folders are mounted at /x/y and /x, one inside the other"),

@@ -32,6 +32,7 @@ def test_the_default_address_must_be_used_without_a_configuration(monkeypatch, t
     assert address() == SOCKET
     context(tmp_path / ".docker", "mine", "unix:///mine.sock")  # without config.json, as after `docker context create`
     monkeypatch.setenv("DOCKER_CONTEXT", "mine")
+    monkeypatch.setenv("DOCKER_CONFIG", "")
     assert address() == "unix:///mine.sock"
 
 
@@ -68,7 +69,16 @@ def test_a_context_without_an_address_must_use_the_default_address(config, monke
 )
 def test_an_engine_on_this_machine_must_be_accepted(config, monkeypatch, host):
     monkeypatch.setenv("DOCKER_HOST", host)
+    monkeypatch.setenv("DOCKER_TLS_VERIFY", "")  # as if it were not set
     assert address() == (host.strip() or SOCKET)
+
+
+@pytest.mark.parametrize("host", ["http://localhost:1", "localhost", "tcp://localhost:0", "tcp://localhost:x"])
+def test_an_address_of_no_engine_must_be_refused_with_a_hint(config, monkeypatch, host):
+    monkeypatch.setenv("DOCKER_HOST", host)
+    with pytest.raises(EngineError, match=f"{host} is not an address of a Docker Engine") as error:
+        address()
+    assert "docker context use default" in error.value.hint
 
 
 @pytest.mark.parametrize("name", TLS)

@@ -149,6 +149,16 @@ def test_too_many_patterns_for_the_number_of_files_must_be_refused(tmp_path, loo
         list(look(tmp_path))
 
 
+def test_the_limit_of_steps_must_be_for_all_folders_together(tmp_path, monkeypatch):
+    monkeypatch.setattr("orchestrate.engines.docker.ignored.MAX_STEPS", 50)
+    (tmp_path / ".dockerignore").write_text("**/x")
+    for number in range(30):  # two steps for each
+        (tmp_path / str(number % 3)).mkdir(exist_ok=True)
+        (tmp_path / str(number % 3) / str(number)).touch()
+    with pytest.raises(UsageError, match="has too many patterns for the number of files"):
+        list(ignored(tmp_path))
+
+
 def test_ordinary_patterns_must_take_few_steps_for_many_files(tmp_path, monkeypatch):
     """Patterns that cannot match below a folder are not tried there."""
     monkeypatch.setattr("orchestrate.engines.docker.ignored.MAX_STEPS", 1000)

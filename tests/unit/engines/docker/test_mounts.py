@@ -79,7 +79,9 @@ def test_only_existing_paths_must_be_hidden_but_run_directories_always(code):
     (code / "src" / "jobs").mkdir()
     assert hidden(code, runs="src/jobs") == {".git/", "runs/", "src/jobs/"}
     assert hidden(code, runs="../elsewhere") == {".git/", "runs/"}
-    assert hidden(code, "src\nsrc2\n", runs="src/jobs") == {".git/", "runs/", "src/"}  # which hides the runs, too
+    (code / "src-2").touch()
+    hidden_too = {".git/", "runs/", "src/", "src-2"}
+    assert hidden(code, "src\nsrc-2\nsrc2\n", runs="src/jobs") == hidden_too  # which hides the runs in it
     (code / ".dockerignore").unlink()
     (code / ".git" / "config").unlink()
     (code / ".git").rmdir()
@@ -157,6 +159,15 @@ def test_only_a_limited_number_of_files_must_be_checked_for_pipes(code, monkeypa
         os.mkfifo(code / ("src" if number % 2 else "data") / f"pipe-{number}")
     monkeypatch.setattr(mounts_module, "MAX_ENTRIES", 30)
     assert 0 < len([*mounts_module.special_files(code, ())]) < 30
+
+
+def test_pipes_must_be_looked_for_in_all_folders_before_those_in_them(code, monkeypatch):
+    for name in ("src/keys", "data/raw"):
+        os.mkfifo((code / name).parent / "pipe")
+        for number in range(40):
+            (code / name / str(number)).touch()
+    monkeypatch.setattr(mounts_module, "MAX_ENTRIES", 40)
+    assert {*mounts_module.special_files(code, ())} == {"src/pipe", "data/pipe"}
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="must be root to mount a folder")

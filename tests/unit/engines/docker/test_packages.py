@@ -58,8 +58,10 @@ def test_packages_must_be_installed_by_root_in_an_image_that_keeps_its_user(job,
 
 
 @pytest.mark.parametrize(("path", "file"), [("image", "Dockerfile"), ("image/My.Dockerfile", "My.Dockerfile")])
-def test_a_dockerfile_must_be_built_in_its_folder_however_its_path_is_written(job, path, file):
+def test_a_dockerfile_must_be_built_in_its_folder_however_its_path_is_written(job, monkeypatch, path, file):
     (job.folder / "image").mkdir()
+    for name in ("CA_BUNDLE", "BUILD_NETWORK"):
+        monkeypatch.setenv(name, "")
     for name in ("Dockerfile", "My.Dockerfile"):
         (job.folder / "image" / name).touch()
     spec = JobSpec(dockerfile=path)

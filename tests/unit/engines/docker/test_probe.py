@@ -90,7 +90,7 @@ def test_a_torch_that_worked_with_these_gpus_must_not_be_tested_again():
     assert check_cache.gpu_problem(gpus[::-1]) == ""  # which a test would find
 
 
-def test_only_a_torch_that_works_or_is_missing_must_be_cached():
+def test_only_a_torch_that_works_or_is_missing_must_be_cached(tmp_path):
     assert check_cache.cuda(["a"], "torch 2: no") == "torch 2: no" and not check_cache.cached(["a"])
     assert check_cache.cuda(["a"], "") == "torch exited without output"
     assert (
@@ -100,3 +100,6 @@ def test_only_a_torch_that_works_or_is_missing_must_be_cached():
     )
     assert check_cache.cuda(["b"], "no torch", "ignored") == "" and check_cache.cached(["b"]) == "no torch"
     assert check_cache.cuda(["c"], "", "no driver") == "no driver" and not check_cache.cached(["c"])
+    for damaged in tmp_path.rglob("*.txt"):
+        damaged.write_bytes(b"\xff")
+    assert not check_cache.cached(["a"])

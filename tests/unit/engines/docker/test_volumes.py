@@ -32,6 +32,7 @@ def test_volumes_of_an_image_that_our_mounts_replace_must_be_left_out(answers, d
         "/tmp/a",
         "/dev/shm",
         "/proc",
+        "/sys/x",
     ],
 )
 def test_an_image_with_an_unusable_volume_must_be_refused_before_a_job_starts(answers, daemon, tmp_path, path):
