@@ -159,10 +159,16 @@ def test_gpus_must_be_listed_with_the_projects_own_image_if_the_engine_has_it(an
 def test_a_container_that_fails_to_list_gpus_must_mean_none_and_be_removed(answers, daemon, tmp_path, what):
     answers.images, answers.output, daemon.info["Runtimes"] = {"mine:1"}, LISTING, NVIDIA
     path = "/containers/create" if what == "create" else f"/containers/made/{what}"
-    answers.refusals[f"POST {path}"] = 500, "no driver"
+    answers.refusals[f"POST {path}"] = 500, f"{'x' * 250} no\x1b[8m driver"
     found = inventory(daemon, spec(), tmp_path, True)
-    assert (found.gpus, found.no_gpus) == ((), "containers cannot see any GPU: no driver")
+    assert (found.gpus, found.no_gpus) == ((), f"containers cannot see any GPU: {'x' * 190} no driver")
     assert ("DELETE /containers/made" in answers.requests()) is (what != "create")
+
+
+def test_what_nvidia_smi_reports_must_be_the_reason_for_missing_gpus(answers, daemon, tmp_path):
+    why = "Failed to initialize NVML: Unknown Error"
+    answers.images, answers.output, daemon.info["Runtimes"] = {"mine:1"}, why.encode(), NVIDIA
+    assert inventory(daemon, spec(), tmp_path, True).no_gpus == f"nvidia-smi: {why}"
 
 
 def test_gpus_must_not_be_listed_if_the_job_uses_none(answers, daemon, tmp_path):
@@ -326,9 +332,10 @@ def test_the_inventory_must_describe_this_machine(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("key", OF_CONTAINERS)
 def test_a_key_that_local_processes_do_not_support_must_be_refused_unless_optional(tmp_path, key):
-    requested = {"gpus": "none", "image": IMAGE, key: OF_CONTAINERS[key]}
+    requested = {"gpus": "none", "image": IMAGE, "labels": {"a": "b"}, key: OF_CONTAINERS[key]}
     with pytest.raises(UsageError, match=f"^the process engine does not support {key}$") as error:
-        ProcessEngine().inventory(spec(**requested), tmp_path, False)
-    assert error.value.hint == f"remove it, or mark it as optional: --set optional={key}"
-    found = Site(*ProcessEngine().inventory(spec(**requested, optional=[key]), tmp_path, False))
-    assert found.about == f"local processes without isolation, ignoring {key}"
+        ProcessEngine().inventory(spec(**requested, optional=["labels"]), tmp_path, False)
+    before, _, listed = error.value.hint.partition("=")
+    assert (before, {*listed.split(",")}) == ("remove it, or mark it as optional: --set optional", {key, "labels"})
+    found = Site(*ProcessEngine().inventory(spec(**requested, optional=[key, "labels"]), tmp_path, False))
+    assert {*found.about.partition("local processes without isolation, ignoring ")[2].split(", ")} == {key, "labels"}
