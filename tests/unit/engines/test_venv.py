@@ -35,8 +35,10 @@ def test_packages_that_cannot_be_installed_must_be_installed_by_the_next_job_and
     with pytest.raises(ResourceError, match="could not install the packages"):
         venv.create(lines)
     assert folder.exists() and not (folder / venv.DONE).exists()
+    (folder / "left").touch()
     wheel(Path(lines[1]))
     venv.create(lines)
+    assert not (folder / "left").exists()  # it starts afresh
     Path(lines[1]).unlink()
     venv.create(lines)  # installs nothing, since it is complete
     (module,) = tmp_path.rglob("tiny.py")
