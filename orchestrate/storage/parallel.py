@@ -33,9 +33,9 @@ def each(work: Callable[[T], None], items: Iterable[T], stopped: Callable[[], bo
                 failures.append(error)
 
     threads = [threading.Thread(target=run, daemon=True) for _ in range(AT_ONCE)]
-    for thread in threads:
-        thread.start()
     try:
+        for thread in threads:
+            thread.start()
         for thread in threads:
             thread.join()
     except BaseException:  # Ctrl-C

@@ -12,9 +12,10 @@ from support.optional import not_none
 from support.waiting import eventually
 
 from orchestrate.errors import StorageError, StorageLost
+from orchestrate.files.log_file import LOGGER
 from orchestrate.storage.fetch import fetch, never, restore, retry
-from orchestrate.storage.manifest import contents, newest
-from orchestrate.storage.parallel import Stopped
+from orchestrate.storage.manifest import contents, manifest_key, newest
+from orchestrate.storage.parallel import AT_ONCE, Stopped, each
 from orchestrate.storage.store import open_store
 
 
@@ -130,7 +131,8 @@ def test_a_job_must_end_although_the_store_is_down(rclone, saved):
     assert not thread.is_alive()
 
 
-def test_retries_must_not_wait_long_once_the_job_has_ended(tmp_path, saved, elsewhere, monkeypatch):
+def test_retries_must_not_wait_long_once_the_job_has_ended(tmp_path, saved, elsewhere, monkeypatch, caplog):
+    caplog.set_level("WARNING", logger=LOGGER.name)
     monkeypatch.setattr("orchestrate.storage.mirror.FIRST_RETRY", 3600.0)
     monkeypatch.setattr("orchestrate.storage.mirror.MAX_RETRY", 3600.0)
     monkeypatch.setattr("orchestrate.storage.mirror.LAST_RETRY", 0.0)
@@ -150,6 +152,8 @@ def test_retries_must_not_wait_long_once_the_job_has_ended(tmp_path, saved, else
     mirror.finish()
     eventually(lambda: mirror.finished, 60)
     assert mirror.state.complete and next(attempts) == 5
+    logged = [(record.getMessage(), bool(record.exc_info)) for record in caplog.records]
+    assert logged == [("KeyError: 'a bug'", True), ("overloaded", False)]  # each once
     assert fetched(store, elsewhere) == saved.files()
 
 
@@ -187,6 +191,45 @@ def test_a_job_must_end_although_the_store_hangs(rclone, saved):
     assert not thread.is_alive()
 
 
+def test_a_copy_that_is_stopped_must_keep_its_message_and_no_process_from_exiting(tmp_path, saved):
+    store, gate, waiting = open_store(f"file://{tmp_path}/store"), threading.Event(), threading.Event()
+
+    def wait(key: str, data: bytes) -> None:
+        waiting.set()
+        gate.wait()
+
+    store.put = wait
+    for number in range(AT_ONCE + 1):
+        saved.write(str(number), b"1")
+    before, mirror = threading.enumerate(), saved.mirror(store)
+    mirror.finish()
+    mirror.start()
+    assert waiting.wait(20)
+    assert all(thread.daemon for thread in threading.enumerate() if thread not in before)
+    state = mirror.close(0)
+    gate.set()
+    eventually(lambda: mirror.finished)
+    assert mirror.state.error == state.error == "copying was stopped before all files were copied"
+
+
+def test_ctrl_c_must_end_the_work_on_several_files():
+    gate, begun, before = threading.Event(), list[int](), threading.enumerate()
+
+    def work(item: int) -> None:
+        begun.append(item)
+        if item == AT_ONCE - 1:
+            signal.pthread_kill(not_none(threading.main_thread().ident), signal.SIGINT)
+        gate.wait(20)
+
+    with pytest.raises(KeyboardInterrupt):
+        each(work, range(100), never)
+    threads = {*threading.enumerate()}.difference(before)
+    gate.set()
+    for thread in threads:
+        thread.join()
+    assert sorted(begun) == [*range(AT_ONCE)] and all(thread.daemon for thread in threads)
+
+
 def test_a_copy_that_is_asked_to_stop_must_stop(rclone, saved):
     store = open_store("s3://bucket/x")
     saved.write("big", os.urandom(BIG))
@@ -196,18 +239,21 @@ def test_a_copy_that_is_asked_to_stop_must_stop(rclone, saved):
     assert not list(store.list("files"))
 
 
-def test_a_conflict_must_end_the_thread(tmp_path, saved, elsewhere):
+@pytest.mark.parametrize("who", ["job 'second-2'", "another program"])
+def test_a_conflict_must_end_the_thread(tmp_path, saved, elsewhere, who):
     store = open_store(f"file://{tmp_path}/store")
     mirror = saved.mirror(store, interval=0.05)
     saved.write("a", b"1")
     mirror.start()
     eventually(lambda: mirror.state.committed)
     elsewhere.write("b", b"2")
-    other = elsewhere.mirror(store, job="second-2")
-    other.sync(never, final=True)
+    if who == "another program":
+        store.put(manifest_key(2), b"?")
+    else:
+        elsewhere.mirror(store, job="second-2").sync(never, final=True)
     saved.write("a", b"3")
     not_none(mirror._thread).join(300)
-    assert "job 'second-2' also writes there" in mirror.close(0).error
+    assert f"{who} also writes there" in mirror.close(0).error
 
 
 # --- fetching
