@@ -6,6 +6,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from support.methods import raising
 from support.object_stores import URL, Server
 
 from orchestrate.errors import StorageError, StorageLost
@@ -56,6 +57,7 @@ def test_an_interrupted_fetch_must_continue(bucket, monkeypatch):
     with pytest.raises(StorageError, match="no"):
         dataset.fetch(open_store(URL), lambda files, size: None)
     assert sorted(os.listdir(cached_data(URL).parent)) == ["files", "index.json", "lock"]  # no part of a file
+    assert cached_data(URL).parent.stat().st_mode & 0o777 == 0o700
     count = len(fetched())
     assert dataset.fetch(open_store(URL), lambda files, size: None)[0] == 2 - count
     assert fetched() == {"a": "A", "sub/b": "B"}
@@ -111,6 +113,10 @@ def test_a_file_and_a_folder_must_be_able_to_replace_each_other_and_no_empty_fol
         dataset.fetch(open_store(URL), lambda files, size: None)
         assert fetched() == now
     assert os.listdir(cached_data(URL)) == ["a"]
+    with (cached_data(URL) / "a").open() as file:
+        objects["a"] = "7"
+        dataset.fetch(open_store(URL), lambda files, size: None)
+        assert file.read() == "6"  # a job that reads a file keeps its version
 
 
 def test_an_outage_must_be_reported_before_a_file_is_tried_again(objects, monkeypatch):
@@ -126,6 +132,16 @@ def test_an_outage_must_be_reported_before_a_file_is_tried_again(objects, monkey
 
     store.read = fails_once
     assert dataset.fetch(store, lambda files, size: None, outages.append) == (1, 1) and str(outages[0]) == "down"
+
+
+def test_a_file_that_could_not_be_fetched_must_be_fetched_by_the_next_run(objects):
+    objects["a"] = "1"
+    dataset.fetch(open_store(URL), lambda files, size: None)
+    objects["a"], failing = "2", open_store(URL)
+    failing.read = raising(StorageError("access denied"))
+    with pytest.raises(StorageError, match="access denied"):
+        dataset.fetch(failing, lambda files, size: None)
+    assert dataset.fetch(open_store(URL), lambda files, size: None) == (1, 1) and fetched() == {"a": "2"}
 
 
 def test_an_object_that_marks_a_folder_must_be_ignored(objects):
@@ -163,6 +179,7 @@ def test_what_a_killed_run_has_left_must_not_stay(objects):
     (cached_data(URL) / "sub").mkdir(parents=True)
     (cached_data(URL) / "sub" / "removed").touch()
     (cached_data(URL).parent / "fetching-1").touch()
+    (cached_data(URL).parent / "index.json").write_text("{")
     dataset.fetch(open_store(URL), lambda files, size: None)
     assert fetched() == {"a": "1"} and not list(cached_data(URL).parent.glob("fetching-*"))
 

@@ -214,11 +214,11 @@ def test_a_long_message_of_a_library_must_be_cut_but_not_within_a_secret(monkeyp
 class Strict(BaseHTTPRequestHandler):
     """Refuses conditional writes, as some stores do that are compatible with S3 otherwise."""
 
-    seen: list[tuple[str | None, bytes]] = []
+    seen: list[tuple[str, str | None, bytes]] = []
 
     def do_PUT(self):
         condition, data = self.headers["If-None-Match"], self.rfile.read(int(self.headers["Content-Length"]))
-        self.seen.append((condition, data))
+        self.seen.append((self.path, condition, data))
         body = b"<Error><Code>NotImplemented</Code></Error>" if condition else b""
         self.send_response(501 if condition else 200)
         self.send_header("ETag", '"1"')
@@ -230,18 +230,24 @@ class Strict(BaseHTTPRequestHandler):
         pass
 
 
-def test_a_store_that_refuses_conditional_writes_must_be_usable(monkeypatch):
+@pytest.mark.parametrize(("url", "path"), [("s3://bucket/x", "/bucket/x/key"), ("az://bucket/x", "/me/bucket/x/key")])
+def test_a_store_that_refuses_conditional_writes_must_be_usable(monkeypatch, url, path):
     server = ThreadingHTTPServer(("127.0.0.1", 0), Strict)
     thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
-    use(monkeypatch, f"http://127.0.0.1:{server.server_port}")
+    use(monkeypatch, endpoint := f"http://127.0.0.1:{server.server_port}")
+    azure = {"ACCOUNT_NAME": "me", "ACCOUNT_KEY": "c2VjcmV0", "USE_EMULATOR": "true"}
+    for name, value in {f"AZURE_STORAGE_{name}": value for name, value in azure.items()}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("AZURITE_BLOB_STORAGE_URL", endpoint)
     try:
-        open_store("s3://bucket/x").create("key", b"data")
+        open_store(url).create("key", b"data")
     finally:
         server.shutdown()
         thread.join()
         server.server_close()
-    assert Strict.seen[0] == ("*", b"data") and Strict.seen[-1] == (None, b"data")
+    assert Strict.seen[0] == (path, "*", b"data") and Strict.seen[-1] == (path, None, b"data")
+    Strict.seen.clear()
 
 
 def test_an_object_that_is_already_gone_must_not_fail_its_deletion(store):

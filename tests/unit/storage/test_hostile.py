@@ -1,6 +1,7 @@
 """Copies of folders that a hostile job writes, and fetches from a store that others can write to."""
 
 import hashlib
+import io
 import json
 import os
 import socket
@@ -136,13 +137,21 @@ def test_a_folder_that_is_replaced_by_a_link_after_the_scan_must_not_be_followed
     assert everything(tmp_path / "store") == b""
 
 
+class Broken(io.FileIO):
+    def read(self, size: int | None = -1) -> bytes:
+        raise PermissionError(13, "Permission denied")
+
+
+@pytest.mark.parametrize("at", ["open", "read"])
 @pytest.mark.parametrize("whole", [True, False])
-def test_a_file_that_cannot_be_read_must_not_be_part_of_a_whole_copy(store, saved, elsewhere, monkeypatch, whole):
+def test_a_file_that_cannot_be_read_must_not_be_part_of_a_whole_copy(store, saved, elsewhere, monkeypatch, whole, at):
     saved.write("state.pt", b"1")
-    saved.write("locked.pt", b"2")
+    locked = saved.write("locked.pt", b"2")
     opened = saved.folder.open
 
     def refuse(folder, path: str):
+        if path.endswith("locked.pt") and at == "read":
+            return Broken(locked)
         if path.endswith("locked.pt"):
             raise PermissionError(13, "Permission denied")  # root can read every file
         return opened(path)
@@ -192,6 +201,10 @@ def test_every_name_must_be_copied(store, saved, elsewhere, name):
     saved.write(f"{name}/{name}", b"1")
     saved.copy(store)
     assert fetched(store, elsewhere) == {f"{name}/{name}": b"1"}
+
+
+def test_the_key_of_a_file_must_be_the_same_in_every_version():
+    assert key_of("a b/ü#", "0" * 64) == f"files/a=20b/=C3=BC=23=sha256-{'0' * 64}"
 
 
 def test_long_paths_must_be_copied(store, saved, elsewhere):

@@ -168,10 +168,10 @@ def test_other_objects_below_the_prefix_must_be_left_alone(store, saved):
 def test_an_empty_folder_must_not_replace_what_was_copied(tmp_path, saved, elsewhere):
     store = open_store(f"file://{tmp_path}/store")
     saved.write("state.pt", b"precious")
-    saved.copy(store)
+    committed = not_none(saved.copy(store).state.committed)
     saved.clear()
     for _ in range(3):
-        saved.copy(store)
+        assert saved.copy(store).state.committed == committed
     assert fetched(store, elsewhere) == {"state.pt": b"precious"}
 
 

@@ -15,7 +15,7 @@ from support.waiting import eventually
 
 from orchestrate import clock as clocks
 from orchestrate import console
-from orchestrate.errors import StorageError
+from orchestrate.errors import StorageError, StorageLost
 from orchestrate.files.folder import Folder
 from orchestrate.files.paths import JobPaths
 from orchestrate.job import events
@@ -26,8 +26,8 @@ from orchestrate.node.ranks import FENCE
 from orchestrate.storage.manifest import manifest_key
 from orchestrate.storage.mirror import Mirror, State
 from orchestrate.storage.output import MAX_FAILURES, upload
-from orchestrate.storage.parallel import AT_ONCE
-from orchestrate.storage.store import open_store
+from orchestrate.storage.parallel import AT_ONCE, Stopped
+from orchestrate.storage.store import PART, open_store
 from orchestrate.supervise.stored import NO_PROGRESS, RETRY_INTERVAL, Stored
 from orchestrate.supervise.stores import Stores, prepare
 
@@ -72,7 +72,10 @@ def test_a_file_that_the_store_refuses_must_keep_no_other_from_being_copied(tmp_
     assert not (out / "j" / "0").exists()  # a file that is done is not copied again
 
 
-def test_a_store_that_refuses_every_file_must_not_be_asked_for_all_of_them(tmp_path):
+@pytest.mark.parametrize(
+    ("error", "least"), [(StorageError("access denied"), MAX_FAILURES + 1), (StorageLost("down"), 1)]
+)
+def test_a_store_that_refuses_every_file_must_not_be_asked_for_all_of_them(tmp_path, error, least):
     job = Saved(tmp_path / "run")
     for number in range(100):
         job.write(str(number), b"1")
@@ -80,12 +83,21 @@ def test_a_store_that_refuses_every_file_must_not_be_asked_for_all_of_them(tmp_p
 
     def refuse(key: str, data: bytes) -> None:
         asked.append(key)
-        raise StorageError("access denied")
+        raise error
 
     store.put = refuse
-    with pytest.raises(StorageError, match="access denied"):
+    with pytest.raises(type(error), match=str(error)):
         upload(store, job.folder, "j", set(), lambda: False)
-    assert MAX_FAILURES < len(asked) <= MAX_FAILURES + AT_ONCE
+    assert least <= len(asked) < least + AT_ONCE
+
+
+@pytest.mark.parametrize(("files", "asks"), [({"large": 3 << 20}, 2), ({"a": 0, "b": 0}, 1)])
+def test_copying_of_output_must_be_stopped_within_a_file_and_before_the_next(tmp_path, files, asks):
+    job, asked = Saved(tmp_path / "run"), iter(range(asks))
+    for name, size in files.items():
+        job.write(name, bytes(size))
+    with pytest.raises(Stopped):
+        upload(open_store(f"file://{tmp_path}/out"), job.folder, "j", set(), lambda: next(asked, None) is None)
 
 
 @pytest.mark.parametrize(
@@ -180,7 +192,7 @@ def test_checkpoints_that_are_in_the_store_already_must_not_count_as_missing(tmp
 
 def test_the_files_of_a_job_that_was_stopped_must_be_copied(tmp_path):
     copies = Copies(tmp_path, output=True)
-    copies.job.write("last.pt", b"weights")
+    copies.job.write("last.pt", weights := bytes(PART + 1))
     copies.job.write("bad\x01", b"")
     (copies.job.path / "link").symlink_to("last.pt")
     copies.stored.begin()
@@ -189,7 +201,7 @@ def test_the_files_of_a_job_that_was_stopped_must_be_copied(tmp_path):
     assert [(copy.what, copy.files, copy.error) for copy in copied] == [("checkpoints", 2, ""), ("output", 1, "")]
     assert [len(copy.skipped) for copy in copied] == [1, 2]
     assert copied[1].skipped[1].endswith(": its name has characters that cannot be printed")
-    assert [path.read_bytes() for path in (tmp_path / "output").rglob("last.pt")] == [b"weights"]
+    assert [path.read_bytes() for path in (tmp_path / "output").rglob("last.pt")] == [weights]
 
 
 def test_a_job_whose_nodes_may_still_write_must_not_be_copied_as_complete(tmp_path):
