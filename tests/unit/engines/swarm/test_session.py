@@ -316,9 +316,10 @@ class NodeWithFiles:
 
 def test_files_must_be_sent_only_to_nodes_that_need_them(engine, tmp_path):
     (tmp_path / "state.pt").write_text("saved")
+    (tmp_path / "last").symlink_to("gone")
     status = (tmp_path / "state.pt").stat()
     facts = [status.st_size, status.st_mtime_ns, 1, 0o644]
-    with packed(tmp_path, [tmp_path / "state.pt"], tmp_path) as (_, digest):
+    with packed(tmp_path, [tmp_path / "state.pt", tmp_path / "last"], tmp_path) as (_, digest):
         nodes = {
             "master": NodeWithFiles({"state.pt": facts}),
             "trainer-1": NodeWithFiles({}, digest),
@@ -332,5 +333,6 @@ def test_files_must_be_sent_only_to_nodes_that_need_them(engine, tmp_path):
     assert nodes["trainer-2"].uploads == 1
     engine.shared = False
     (tmp_path / "state.pt").unlink()
+    (tmp_path / "last").unlink()
     engine._send_files(job().workers)  # nothing to send
     assert nodes["trainer-2"].uploads == 1

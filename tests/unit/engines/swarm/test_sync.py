@@ -145,6 +145,40 @@ def test_the_file_of_a_later_node_must_be_copied_again_when_there_is_no_other(fo
     assert sync.catch_up(20) and not (folder / "same").exists()
 
 
+def test_a_file_that_an_earlier_node_has_must_win_although_another_is_being_fetched(folder, synced):
+    clock, master, trainer = Clock(), FakeNode(), FakeNode()
+    trainer.files, converse = {"same": b"x" * PIECE * 5}, trainer.converse
+
+    def slowly(request: Any, answer: type) -> Any:
+        if isinstance(request, protocol.Read):  # one piece in each round
+            master.files = {"same": b"master"}
+            assert request.offset < 3 * PIECE or eventually((folder / "same").exists)
+            clock.now += sync_module.MAX_TURN
+        return converse(request, answer)
+
+    trainer.converse = slowly
+    synced(clock, master=master, trainer=trainer).copy_all(20)
+    assert len(trainer.requests) == 5 and (folder / "same").read_bytes() == b"master"
+
+
+def test_a_file_and_a_folder_must_be_able_to_replace_each_other(folder, synced):
+    node = FakeNode()
+    sync = synced(master=node)
+    for files in ({"a": b"1", "b/c": b"2"}, {"a/d": b"3", "b": b"4"}):
+        node.files = files
+        assert sync.catch_up(20) and not sync.errors
+        found = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+        assert found == files
+
+
+def test_a_file_must_have_its_full_size_and_stay_executable_although_it_ends_with_a_hole(folder, synced):
+    node = FakeNode()
+    node.files, node.facts = {"sparse": b"data"}, lambda path: [100, 1, 1, 0o744]
+    assert synced(master=node).catch_up(20)
+    assert (folder / "sparse").read_bytes() == b"data" + bytes(96)
+    assert (folder / "sparse").stat().st_mode & 0o100
+
+
 def test_a_file_sent_to_all_nodes_must_be_removed_only_if_the_first_node_has_removed_it(folder, synced):
     for name in ("kept", "removed"):
         (folder / name).touch()
@@ -218,14 +252,15 @@ def test_logs_must_be_copied_while_a_large_file_is_fetched(folder):
 
     def slowly(request: Any, answer: type) -> Any:
         kinds.append(type(request))
-        clock.now += sync_module.MAX_TURN * isinstance(request, protocol.Read)
+        if isinstance(request, protocol.Read) and request.offset < 3 * PIECE:
+            clock.now += sync_module.MAX_TURN
         return converse(request, answer)
 
     node.converse = slowly
     sync = sync_master(folder, lambda _: node, clock)
     try:
         assert sync.catch_up(20) and (folder / "large").stat().st_size == PIECE * 4  # all of it, though it takes long
-        assert kinds[:8] == [protocol.GetChanges, protocol.Read] * 4
+        assert kinds[:8] == [protocol.GetChanges, protocol.Read] * 4 and kinds.count(protocol.Read) == 4
     finally:
         sync.close()
 

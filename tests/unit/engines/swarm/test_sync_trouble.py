@@ -196,15 +196,17 @@ def test_nodes_that_do_not_answer_must_be_reported_as_silent(folder, synced):
 
 def test_what_could_not_be_copied_must_be_reported_until_it_is(folder, synced):
     node, log = FakeNode(), folder / "logs" / "rank-0.log"
-    node.files, node.logs, node.refused = {"bad": b"1"}, {"logs/rank-0.log": b"2"}, {"bad"}
+    node.files, node.logs = {"bad": b"1", "covered": b"3"}, {"logs/rank-0.log": b"2"}
+    node.refused = {"bad"}
     log.parent.mkdir()
+    (folder / "covered").mkdir()  # in the way of a file
     log.symlink_to("gone")  # it must not be followed
     sync = synced(master=node)
-    with pytest.raises(EngineError, match="^2 files could not be copied"):
+    with pytest.raises(EngineError, match="^3 files could not be copied"):
         sync.copy_all(20)
-    node.refused.clear(), log.unlink()
+    node.refused.clear(), log.unlink(), (folder / "covered").rmdir()
     sync.copy_all(20)
-    assert ((folder / "bad").read_bytes(), log.read_bytes()) == (b"1", b"2")
+    assert [path.read_bytes() for path in (folder / "bad", log, folder / "covered")] == [b"1", b"2", b"3"]
 
 
 def test_what_a_killed_supervisor_has_left_must_not_prevent_a_copy(folder, synced):

@@ -191,6 +191,10 @@ def test_holes_of_a_file_must_be_preserved(tmp_path):
 
 def test_a_file_with_too_many_holes_must_be_refused_by_name(tmp_path, monkeypatch):
     monkeypatch.setattr(upload, "MAX_PARTS", 2)
+    (tmp_path / "long").write_bytes(b"1" * 3 * PIECE)
+    os.truncate(tmp_path / "long", 1 << 42)
+    with packed(tmp_path, [tmp_path / "long"], tmp_path):  # its parts have no hole between them
+        pass
     sparse(tmp_path / "sparse", 1 << 42, 0, 1 << 30, 1 << 41)
     with (
         pytest.raises(ResourceError, match="sparse has more than 2 parts between holes"),
