@@ -72,6 +72,14 @@ def pytest_make_parametrize_id(val):
     return f"{val[:60]}..." if isinstance(val, str) and len(val) > 100 else None
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport():
+    """Escape surrogates in captured output: a process of xdist could not send it, and would end the run."""
+    report = yield
+    report.sections = [(name, text.encode(errors="backslashreplace").decode()) for name, text in report.sections]
+    return report
+
+
 def pytest_report_teststatus(report):
     """Count skipped GPU tests separately: the summary has one line per reason, not per test."""
     return ("skipped (GPU)", "s", "SKIPPED") if report.skipped and "gpu" in report.keywords else None

@@ -30,6 +30,8 @@ class Host:
         self.process: subprocess.Popen[bytes] | None = None
         self.folder.mkdir()
         command("cp", "--archive", "--link", str(template), str(self.folder / "data"))
+        for left in (("netns", "del", self.space), ("link", "del", self.link)):  # by a run that was killed
+            subprocess.run(["ip", *left], capture_output=True)
         command("ip", "netns", "add", self.space)
         far = f"orch{slot}-p{number}"
         command("ip", "link", "add", self.link, "type", "veth", "peer", "name", far)
