@@ -155,6 +155,7 @@ def test_a_worker_that_cannot_be_started_must_be_reported_as_ended(tmp_path):
     env = {"RANK": "0", "JOB_DIR": str(tmp_path)}
     node.pipe.ask("start", command=["0.py"], env=env, inherit=True, cwd=str(tmp_path / "gone"))
     assert node.code(0) == 126
+    assert node.log(0) == f"[node] rank 0 did not start: No such file or directory: {tmp_path / 'gone'}\n"
     node.end()
 
 
