@@ -124,9 +124,9 @@ def test_a_node_must_wait_for_its_workers_with_a_grace_period_of_a_month(tmp_pat
         "print('ready')\nwhile len(stops) < 2: time.sleep(0.01)\nprint('saved')"
     )
     node = start_node(tmp_path, code, NODE_GRACE="2592000")
-    eventually(lambda: b"ready" in log(tmp_path))
+    eventually(lambda: b"ready\n" in log(tmp_path))
     node.send_signal(signal.SIGTERM)
-    eventually(lambda: b"stopping" in log(tmp_path))
+    eventually(lambda: b"stopping\n" in log(tmp_path))
     os.kill(descendants(node.pid)[0], signal.SIGTERM)
     output, _ = node.communicate(timeout=150)
     assert (node.returncode, log(tmp_path)) == (0, b"ready\nstopping\nstopping\nsaved\n"), output

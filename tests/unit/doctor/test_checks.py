@@ -134,7 +134,8 @@ class Nodes:
 
     @property
     def recorded(self) -> bool:
-        return any(self.run.parent.name in path.read_text() for path in next(records.places()).iterdir())
+        files = filter(Path.is_file, next(records.places()).iterdir())
+        return any(self.run.parent.name in path.read_text() for path in files)
 
     def down(self, grace: float) -> None:
         self.down_after = grace
