@@ -11,7 +11,7 @@ import unicodedata
 from pathlib import Path
 
 import pytest
-from support.commanded import create, end, process, runs_elsewhere
+from support.commanded import create, end, process, runs_elsewhere, terminal_text
 from support.pairs import pairs
 from support.repo import ROOT
 from support.scripted import ALL_WELL
@@ -279,11 +279,6 @@ def test_the_current_phase_must_be_the_last_line_of_a_terminal_and_be_replaced()
     env = os.environ | {"TERM": "xterm", "COLUMNS": "40", "PYTHONPATH": str(ROOT)}
     subprocess.run(phase_program(1000), stdout=follower, stderr=follower, env=env, check=True)
     os.close(follower)
-    shown = b""
-    with contextlib.suppress(OSError):
-        while chunk := os.read(leader, 1 << 16):
-            shown += chunk
-    os.close(leader)
     erase, phase = "\r\x1b[K", "starting 2 nodes"
     parts = [
         phase,
@@ -294,7 +289,7 @@ def test_the_current_phase_must_be_the_last_line_of_a_terminal_and_be_replaced()
         "x" * 39,
     ]
     parts += ["of a signal handler\n"]
-    assert shown.decode().replace("\r\n", "\n") == erase.join(parts)
+    assert terminal_text(leader).replace("\r\n", "\n") == erase.join(parts)
 
 
 def test_a_shared_terminal_must_get_only_complete_lines():
@@ -302,8 +297,7 @@ def test_a_shared_terminal_must_get_only_complete_lines():
     env = os.environ | {"TERM": "xterm", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(phase_program(1000), stdout=subprocess.PIPE, stderr=follower, env=env, check=True)  # `| grep`
     os.close(follower)
-    assert os.read(leader, 1 << 16) == b"orchestrate ps\r\nof a signal handler\r\n"
-    os.close(leader)
+    assert terminal_text(leader) == "orchestrate ps\r\nof a signal handler\r\n"
     assert done.stdout.splitlines() == [b"master 0 | a line", b"master 0 | 10%"]
 
 
