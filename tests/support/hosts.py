@@ -30,8 +30,6 @@ class Host:
         self.process: subprocess.Popen[bytes] | None = None
         self.folder.mkdir()
         command("cp", "--archive", "--link", str(template), str(self.folder / "data"))
-        for left in (("netns", "del", self.space), ("link", "del", self.link)):  # by a run that was killed
-            subprocess.run(["ip", *left], capture_output=True)
         command("ip", "netns", "add", self.space)
         far = f"orch{slot}-p{number}"
         command("ip", "link", "add", self.link, "type", "veth", "peer", "name", far)
@@ -233,6 +231,8 @@ def free_slot() -> tuple[IO[str], int]:
             continue
         for space in Path("/run/netns").glob(f"orch{slot}-*"):
             command("ip", "netns", "del", space.name)
+        for link in Path("/sys/class/net").glob(f"orch{slot}-v*"):  # of a namespace in which a process still runs
+            subprocess.run(["ip", "link", "del", link.name], capture_output=True)
         if Path("/sys/class/net", bridge(slot)).exists():
             remove_bridge(slot)
         return lock, slot
