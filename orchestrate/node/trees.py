@@ -55,7 +55,7 @@ def replace(path: str, text: str, mode: int = 0o644) -> None:
             os.fchmod(file.fileno(), mode)
             file.write(text.encode(errors="surrogateescape"))
         os.replace(fresh, path)
-    except OSError:
+    except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(fresh)
         raise

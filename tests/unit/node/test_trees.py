@@ -279,6 +279,8 @@ def test_an_unreadable_fence_must_be_generation_0_and_be_replaced(job, tmp_path,
     else:
         with pytest.raises(OSError):
             replace(str(path), "3\n")
+    with pytest.raises(UnicodeEncodeError):
+        replace(str(path), "\ud800")
     assert sorted(os.listdir(job)) == [ranks.FENCE, "logs"]
 
 
