@@ -56,6 +56,7 @@ class Answers:
         self.output, self.code = b"", 0  # of a container created through the API
         self.refusals: dict[str, tuple[int, str]] = {}
         self.replies: dict[str, Any] = {}  # content of answers by request, instead of the made-up ones
+        self.cut_off: set[str] = set()  # requests whose answers end too early
         self.on_request: Callable[[str], None] = lambda request: None  # called with each request
         self.at_once = b""  # what an exec writes together with the answer to its start
         self.speaks: Callable[[socket], None] = lambda connection: None  # what an exec does with its connection
@@ -216,6 +217,10 @@ class Handler(BaseHTTPRequestHandler):
             head = b"HTTP/1.1 101 UPGRADED\r\nConnection: Upgrade\r\nUpgrade: tcp\r\n\r\n"
             self.wfile.write(head + self.engine.at_once)
             self.engine.speaks(self.connection)
+            self.close_connection = True
+            return
+        if request in self.engine.cut_off:
+            self.wfile.write(b'HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n30\r\n{"status')
             self.close_connection = True
             return
         status, content = self.engine.answer(request, query, body)

@@ -27,11 +27,13 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Remove a cluster."""
-    matches = [each for each in cluster.found(args.runs) if each.name.startswith(args.cluster)]
+    clusters = cluster.found(args.runs)
+    exact = [each for each in clusters if each.name == args.cluster]
+    matches = exact or [each for each in clusters if each.name.startswith(args.cluster)]
     if not matches and (lost := _lost_nodes(args.cluster)):
         return _remove_lost(args, lost)
     if len(matches) != 1:
-        known = ", ".join(each.name for each in matches or cluster.found(args.runs))
+        known = ", ".join(each.name for each in matches or clusters)
         what = f"{args.cluster} matches {len(matches)} clusters" if matches else f"no such cluster: {args.cluster}"
         raise UsageError(what, f"clusters in {args.shown}: {known}" if known else f"no clusters in {args.shown}")
     chosen = matches[0]

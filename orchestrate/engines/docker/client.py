@@ -24,6 +24,7 @@ from typing import Any
 import docker
 import docker.errors
 import requests
+import urllib3.exceptions
 from docker.models.containers import Container
 from docker.models.networks import Network
 
@@ -42,7 +43,8 @@ log = logging.getLogger(__name__)
 NOBODY = "65534:65534"  # user of processes that are started in containers next to a node
 COMPOSE_TIMEOUT = 600  # seconds for Compose to start or remove nodes
 COMPOSE_STOP_TIMEOUT = 10.0  # seconds to exit after `stopped()`, and again after SIGTERM
-ERRORS = (docker.errors.DockerException, requests.RequestException)  # everything that the SDK raises
+# Everything that the SDK raises; the last for an answer that is cut off.
+ERRORS = (docker.errors.DockerException, requests.RequestException, urllib3.exceptions.HTTPError)
 GET_DOCKER = "start Docker (systemctl start docker, or Docker Desktop), or use --engine process"
 PLUGINS = [  # where the `docker` command looks for Compose on Linux
     f"{folder}/cli-plugins/docker-compose"

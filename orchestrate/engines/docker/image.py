@@ -12,7 +12,7 @@ from docker.utils import parse_repository_tag
 from orchestrate.console import clean, during, phase, print_message
 from orchestrate.engines.base import SWARMS, ignoring
 from orchestrate.engines.docker import folders, helpers, mounts, packages, probe, toolkit
-from orchestrate.engines.docker.client import ERRORS, Daemon, reason
+from orchestrate.engines.docker.client import Daemon, reason
 from orchestrate.engines.docker.volumes import volumes
 from orchestrate.errors import EngineError, EngineLost, ResourceError, UsageError
 from orchestrate.files.paths import NODES, PACKAGE, code_folder
@@ -134,35 +134,40 @@ def ensure_image(daemon: Daemon, spec: JobSpec) -> None:
     """Build or pull the image of a job if it is missing; raises ResourceError."""
     if has_image(daemon, spec.image):
         return
+    if spec.image == IMAGE:
+        _build(daemon)
+    else:
+        _pull(daemon, spec.image)
+
+
+def _build(daemon: Daemon) -> None:
+    print_message(f"building the image {IMAGE} (once, about 6 GB; takes a few minutes)")
     try:
-        if spec.image == IMAGE:
-            print_message(f"building the image {IMAGE} (once, about 6 GB; takes a few minutes)")
-            daemon.compose("--profile", "gpu", "build", "master", env={"NODE_IMAGE": spec.image})
-        else:
-            _pull(daemon, spec.image)
+        daemon.compose("--profile", "gpu", "build", "master", env={"NODE_IMAGE": IMAGE})
     except EngineLost:
         raise
     except EngineError as error:
         hint = "BASE_IMAGE selects the base image, CA_BUNDLE a CA bundle; see README, The image"
-        raise ResourceError(f"could not build the image {spec.image}: {error}", hint) from None
-    except ERRORS as error:
-        hint = "check the name, run docker login, or build it: docker build -t NAME ."
-        raise ResourceError(f"cannot find or pull the image {spec.image}: {reason(error)}", hint) from None
+        raise ResourceError(f"could not build the image {IMAGE}: {error}", hint) from None
 
 
 def _pull(daemon: Daemon, image: str) -> None:
-    """Pull an image; raises errors of the SDK."""
     print_message(f"pulling the image {image}")
     repository, tag = parse_repository_tag(image)
     done: dict[str, tuple[int, int]] = {}  # layer: bytes downloaded and in total
-    for event in daemon.client.api.pull(repository, tag or "latest", stream=True, decode=True):
-        if error := event.get("error"):
-            raise docker.errors.APIError(error)
-        sizes = event.get("progressDetail") or {}
-        if event.get("status") == "Downloading" and sizes.get("total"):
-            done[event["id"]] = sizes["current"], sizes["total"]
-            current, total = (sum(each) for each in zip(*done.values()))
-            phase(f"pulling the image {image}: {current >> 20} of {total >> 20} MB")
+    with daemon.translating_errors(f"could not pull {image}"):
+        try:
+            for event in daemon.client.api.pull(repository, tag or "latest", stream=True, decode=True):
+                if error := event.get("error"):
+                    raise docker.errors.APIError(error)
+                sizes = event.get("progressDetail") or {}
+                if event.get("status") == "Downloading" and sizes.get("total"):
+                    done[event["id"]] = sizes["current"], sizes["total"]
+                    current, total = (sum(each) for each in zip(*done.values()))
+                    phase(f"pulling the image {image}: {current >> 20} of {total >> 20} MB")
+        except docker.errors.DockerException as error:
+            hint = "check the name, run docker login, or build it: docker build -t NAME ."
+            raise ResourceError(f"cannot find or pull the image {image}: {reason(error)}", hint) from None
     phase("")
 
 

@@ -245,3 +245,10 @@ def test_an_unknown_cluster_must_be_reported_with_the_existing_ones(do, engine, 
         [],
         ["error: c matches 2 clusters", f"hint: clusters in {tmp_path}: c-1, c-2"],
     )
+
+
+def test_the_full_name_of_a_cluster_must_be_enough_even_if_another_begins_with_it(do, engine, tmp_path):
+    for name in ("c", "c-1"):
+        cluster(tmp_path, name)
+    assert do("down", "c") == (0, [], ["c removed"])
+    assert (tmp_path / "c-1").exists() and not (tmp_path / "c").exists()

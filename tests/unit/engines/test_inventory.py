@@ -224,6 +224,18 @@ def test_an_image_that_cannot_be_pulled_must_be_reported_with_a_hint(answers, da
     answers.refusals["GET /images/mine:1/json"] = 500, "out of order"
     with pytest.raises(EngineError, match="could not inspect mine:1: out of order"):
         image.ensure_image(daemon, spec())
+    with pytest.raises(ResourceError, match="cannot find or pull the image a://b"):
+        image.ensure_image(daemon, spec(image="a://b"))
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_an_engine_that_is_lost_while_it_pulls_an_image_must_not_be_reported_as_a_missing_image(answers, daemon, begun):
+    if begun:
+        answers.cut_off.add("POST /images/create")
+    else:
+        answers.on_request = lambda what: "create" in what and 1 / 0  # closes the connection
+    with pytest.raises(EngineLost, match="the engine does not respond"):
+        image.ensure_image(daemon, spec())
 
 
 def test_a_container_that_listed_gpus_and_cannot_be_removed_must_be_reported(answers, daemon, tmp_path):
