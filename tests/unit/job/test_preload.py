@@ -53,10 +53,9 @@ def test_a_script_that_is_nested_too_deeply_must_be_skipped(tmp_path):
     assert preload(JobSpec(command=("train.py",)), tmp_path) in ((), TORCH)  # depends on the Python version
 
 
-@pytest.mark.parametrize("part", ["{1}", "{x:{y}}", "{(1)}"])
-def test_a_script_that_takes_too_long_to_parse_must_be_skipped(tmp_path, part):
-    """Python's parser takes more than a minute for each, and cannot be interrupted."""
-    (tmp_path / "train.py").write_text("import torch\nf'" + part * (1_000_000 // len(part)) + "'")
+def test_a_script_that_takes_too_long_to_parse_must_be_skipped(tmp_path):
+    """Python's parser takes more than a minute for it, and cannot be interrupted."""
+    (tmp_path / "train.py").write_text("import torch\nf'" + "{x:{y}}" * 150_000 + "'")
     assert preload(JobSpec(command=("train.py",), preload=["numpy"]), tmp_path) in (("numpy",), (*TORCH, "numpy"))
 
 
