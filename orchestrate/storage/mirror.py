@@ -260,22 +260,22 @@ class Mirror:
     # --- the thread
 
     def _run(self) -> None:
-        failures, interval = 0, self.interval
+        retry, interval = FIRST_RETRY, self.interval
         while not self._aborted.is_set():
             final = self._closing.is_set()
             try:
                 complete = self.sync(self._aborted.is_set, final)
                 if complete and final:
                     return
-                failures, interval = 0, self.interval if complete else max(MIN_INTERVAL, interval / 2)
+                interval = self.interval if complete else max(MIN_INTERVAL, interval / 2)
+                delay, retry = interval, FIRST_RETRY
             except Stopped:
                 return
             except Exception as error:  # also a bug: the copy that exists is still good, and the next round may work
                 self._failed(error)
                 if isinstance(error, Conflict):
                     return
-                failures += 1
-            delay = min(FIRST_RETRY * 2 ** (failures - 1), MAX_RETRY) if failures else interval
+                delay, retry = retry, min(2 * retry, MAX_RETRY)
             if final:
                 self._aborted.wait(min(delay, LAST_RETRY))
             else:

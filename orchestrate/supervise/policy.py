@@ -82,4 +82,4 @@ def _delay(failures: Sequence[GenerationResult]) -> float:
         if ended.progress or ended.lasted > CRASH_LOOP_SECONDS:
             break
         loop += 1
-    return min(MAX_DELAY, 2.0 ** (loop - 2)) if loop > 1 else 0.0
+    return float(min(MAX_DELAY, 2 ** (loop - 2))) if loop > 1 else 0.0  # an integer of any size: floats overflow

@@ -102,8 +102,9 @@ def test_only_fast_failures_without_progress_must_increase_the_delay():
     assert decide(spec, near).delay == 1.0
     further = [failure(number, lasted=1.0) for number in range(3)]
     assert decide(spec, further).delay == 0.0
-    alternating = [failure(n, "engine lost", progress=False, lasted=1.0) for n in range(10)]
-    assert [decide(spec, alternating[:number]).delay for number in range(1, 9)] == [0, 1, 2, 4, 8, 16, 30, 30]
+    alternating = [failure(n, "engine lost", progress=False, lasted=1.0) for n in range(1100)]
+    numbers = [*range(1, 9), len(alternating)]
+    assert [decide(spec, alternating[:number]).delay for number in numbers] == [0, 1, 2, 4, 8, 16, 30, 30, 30]
 
 
 @pytest.mark.parametrize(
