@@ -301,7 +301,7 @@ def test_secrets_must_be_read_from_the_record(tmp_path):
     assert spec == SPEC and {worker.env["HF_TOKEN"] for worker in plan.workers} == {"canary-1"}
 
 
-def test_a_file_must_stay_valid_if_its_next_version_cannot_be_written(run, kept, monkeypatch):
+def test_a_file_must_be_valid_before_its_next_version_is_written_and_if_it_cannot_be(run, kept, monkeypatch):
     records.make(run, KEY)
     path = run / "report.json"
     for text in ("oldest", "older", "old"):
@@ -310,6 +310,7 @@ def test_a_file_must_stay_valid_if_its_next_version_cannot_be_written(run, kept,
 
     def full(path: Path | str, *more: Any) -> None:
         if path == run / "report.json":
+            assert records.written(records.need(run), path.name, "new")  # also if it can be written, and this ends here
             raise OSError(28, "No space left on device")
         write_whole(path, *more)
 

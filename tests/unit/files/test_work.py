@@ -75,9 +75,10 @@ def test_the_copy_must_have_everything_but_what_is_hidden(tree):
     assert (copy.files, copy.bytes, copy.links) == (3, sum(map(len, expected)), 0)
 
 
-def test_a_copy_must_leave_no_file_open(tree):
+def test_a_copy_must_leave_no_file_open(tree, monkeypatch):
+    monkeypatch.setattr(work, "MAX_FILE", 10)
     for number in range(20):
-        tree.write(f"{number}.py")
+        tree.write(f"{number}.py", "x" * number)
     before = len(os.listdir("/proc/self/fd"))
     tree.copy()
     assert len(os.listdir("/proc/self/fd")) == before

@@ -109,6 +109,12 @@ def test_curves_of_a_script_that_only_prints_must_be_those_of_its_output(paths, 
     assert drawn == [curves, axis] and found.done == 0  # goodput counts only what is in metrics.jsonl
 
 
+def test_steps_that_were_printed_before_a_restart_and_not_yet_again_must_not_be_drawn(paths):
+    paths.log(0).write_text("it 3 L: 2.5\nit 4 L: 1.5\nit 5 L: 1.5\nit 4 L: 0.5\n")
+    curve = [(3, 2.5), (4, 0.5)]
+    assert curves_of(paths, dataclasses.replace(SPEC, metrics=MINE), 2)[1:] == ({"L": curve}, "step")
+
+
 def test_curves_of_metrics_jsonl_must_be_preferred_to_as_many_points_in_the_output(paths):
     (paths.shared / "metrics.jsonl").write_text('{"hunter2000": 2}\n{"hunter2000": 1}\n')
     paths.log(0).write_text("step 3 loss 2.5\nstep 4 loss 2.5\n")
