@@ -60,6 +60,7 @@ class Top:
         before, earlier = self.last
         if when <= before:
             return
+        self.now = {}
         for rank, doing in found.items():
             if rank in earlier and rank in self.cpu:
                 self.now[rank] = max(0.0, (doing.cpu - earlier[rank].cpu) / (when - before))

@@ -56,6 +56,16 @@ def test_the_table_must_show_what_each_worker_uses():
     assert drawn(top, height=2)[1:] == rows
 
 
+def test_nothing_must_be_shown_of_a_worker_that_no_longer_reports_and_its_gap_be_left_out():
+    top = Top(plan(JobSpec(trainers=1), HERE, "digits-4f2a"), cores=4.0)
+    for second in (1.0, 2.0):
+        top.take(second, {0: Activity("R", 4 * second, 1 << 30), 1: Activity("R", 4 * second, 1 << 20)})
+    top.take(3.0, {0: Activity("R", 12.0, 1 << 30)})
+    assert drawn(top)[1:] == [["0", "master", "running", "4.0", "██", "1", "GiB"], ["1", "trainer-1", "█"]]
+    top.take(4.0, {1: Activity("S", 8.0, 1 << 20)})
+    assert drawn(top)[1:] == [["0", "master", "██"], ["1", "trainer-1", "sleeping", "█", "1", "MiB"]]
+
+
 def test_all_workers_must_be_printed_without_a_terminal():
     lines = Top(plan(JobSpec(trainers=99), HERE, "digits-4f2a"), cores=4.0).lines()
     assert lines[0] == "digits-4f2a" and [line.split()[0] for line in lines[2:]] == [str(rank) for rank in range(100)]

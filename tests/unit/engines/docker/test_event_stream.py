@@ -1,5 +1,6 @@
 """Every event of a Docker Engine must be received exactly once; with a simulated engine."""
 
+import select
 import threading
 import time
 from collections.abc import Iterator
@@ -43,6 +44,12 @@ def test_events_must_arrive_once_in_order_and_wake_the_reader(answers, events):
     assert list(events.taken()) == [] and events.broken == 0.0
     with pytest.raises(BlockingIOError):
         events.bell.recv(1)  # it rings only for new events
+
+
+def test_an_event_must_be_there_when_its_reader_wakes(answers, events):
+    for number in range(1, 1001):
+        answers.events.put(event(number))
+        assert select.select([events.bell], [], [], 30)[0] and [one["time"] for one in events.taken()] == [number]
 
 
 def test_an_interrupted_event_stream_must_be_resumed_without_duplicates(answers, events):
