@@ -1,5 +1,6 @@
 """Virtual environments with the packages of a job."""
 
+import sys
 import sysconfig
 import zipfile
 from pathlib import Path
@@ -27,7 +28,10 @@ def test_a_cache_that_cannot_be_written_must_be_reported_with_a_hint(tmp_path, m
     assert error.value.hint == "set XDG_CACHE_HOME to another folder"
 
 
-def test_packages_that_cannot_be_installed_must_be_installed_by_the_next_job_and_then_used(tmp_path, monkeypatch):
+@pytest.mark.parametrize("pip", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
+def test_packages_that_cannot_be_installed_must_be_installed_by_the_next_job_and_then_used(tmp_path, monkeypatch, pip):
+    if not pip:  # this interpreter has none, as those of uv
+        monkeypatch.setitem(sys.modules, "pip", None)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("PIP_TARGET", str(tmp_path / "elsewhere"))
     lines = ["--no-index", str(tmp_path / "tiny-1-py3-none-any.whl")]
