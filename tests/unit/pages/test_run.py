@@ -1,6 +1,7 @@
 """What pages read of a job: its settings, its machine, and the metrics that its script has only printed."""
 
 import dataclasses
+import os
 import re
 import shutil
 
@@ -11,6 +12,7 @@ from support.page import Page
 from support.scripted import ALL_WELL, KILLED
 
 from orchestrate.errors import OrchestrateError, UsageError
+from orchestrate.files.folder import MAX_FILE
 from orchestrate.files.paths import JobPaths
 from orchestrate.job import store
 from orchestrate.job.spec import JobSpec
@@ -59,6 +61,9 @@ def test_damaged_events_must_be_an_error_unless_the_job_is_a_copy(tmp_path):
     with pytest.raises(UsageError, match=r"events\.jsonl"):
         load(paths)
     assert load(copy).spans == []
+    os.truncate(copy.events, MAX_FILE + 1)
+    with pytest.raises(UsageError, match="larger than 64 MiB"):  # not read as a whole, as it may be of any size
+        store.history(copy)
 
 
 def test_links_of_a_comparison_must_lead_to_the_pages_that_are_there(tmp_path):

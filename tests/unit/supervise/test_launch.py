@@ -15,7 +15,7 @@ from support.plans import HERE, plan
 from support.scripted import ALL_WELL, KILLED
 
 from orchestrate.errors import EngineError, OrchestrateError, UsageError
-from orchestrate.files import lock, records
+from orchestrate.files import folder, lock, records
 from orchestrate.files.folder import Folder
 from orchestrate.files.paths import JobPaths
 from orchestrate.job import store
@@ -222,6 +222,19 @@ def test_a_job_must_be_removed_completely_or_raise_the_reason(paths):
     assert not paths.root.exists() and paths.root.parent.exists()
     with pytest.raises(OrchestrateError, match=f"cannot remove {paths.root}"):
         store.remove(paths)
+
+
+def test_a_job_that_cannot_be_removed_must_keep_its_record(paths, monkeypatch):
+    """Otherwise its secrets would be shown, and no command could remove it."""
+
+    def fail(path: Path) -> None:
+        raise PermissionError(1, "Operation not permitted", str(path / "file"))
+
+    create(paths)
+    monkeypatch.setattr(folder, "remove", fail)
+    with pytest.raises(OrchestrateError, match=f"cannot remove {paths.root}.*Operation not permitted"):
+        store.remove(paths)
+    assert records.find(paths.root)
 
 
 # --- supervision and report
