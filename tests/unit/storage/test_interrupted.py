@@ -182,6 +182,22 @@ def test_rounds_after_a_long_outage_must_be_as_far_apart_as_before(tmp_path, sav
     assert rounds[LONG:] == [False, True]  # the last one as the job has ended
 
 
+def test_what_is_written_during_the_last_round_must_be_copied_too(tmp_path, saved, elsewhere):
+    store = open_store(f"file://{tmp_path}/store")
+    mirror, put = saved.mirror(store, interval=0.0), store.put
+
+    def puts(key: str, data: bytes) -> None:
+        saved.write("b", b"2")
+        mirror.finish()
+        put(key, data)
+
+    store.put = puts
+    saved.write("a", b"1")
+    mirror.start()
+    eventually(lambda: mirror.finished)
+    assert mirror.state.complete and fetched(store, elsewhere) == {"a": b"1", "b": b"2"}
+
+
 def test_a_job_must_end_although_the_store_hangs(rclone, saved):
     store = open_store("s3://bucket/x")
     saved.write("a", b"1")
