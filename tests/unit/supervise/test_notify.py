@@ -1,8 +1,17 @@
 """Which events of a job are worth a notification, and a program that gets them."""
 
+import dataclasses
+import json
+import threading
+
+import pytest
+from support.commanded import SPEC, Whole, create, supervise
+from support.methods import raising
 from support.waiting import eventually
 
+from orchestrate.errors import EngineError
 from orchestrate.files import log_file
+from orchestrate.files.paths import JobPaths
 from orchestrate.job import events
 from orchestrate.job.outcomes import Outcome
 from orchestrate.supervise import notify
@@ -47,6 +56,16 @@ def test_a_notification_must_have_all_facts_and_follow_no_redirection(server, mo
     facts = {"event": "restarted", "text": "restart 1 of 3", "time": 7.0, "seconds": 2.0}
     assert server.types == ["application/json"] * 2
     assert [data for data, _ in server.requests] == [facts | {"job_id": "a-1", "run_directory": "/runs/a-1"}] * 2
+
+
+def test_the_failure_of_a_job_that_could_not_start_must_be_notified_before_its_command_ends(tmp_path):
+    spec = dataclasses.replace(SPEC, on_event=f"tee {tmp_path}/told")
+    engine, before = Whole([]), {*threading.enumerate()}
+    engine.up = raising(EngineError("no nodes"))
+    with pytest.raises(EngineError, match="no nodes"):
+        supervise(create(JobPaths(tmp_path / "a-1"), spec), engine)
+    assert json.loads((tmp_path / "told").read_text())["event"] == "failed"
+    assert {*threading.enumerate()} <= before  # it was waited for
 
 
 def test_a_failed_notification_must_be_logged_without_its_target_and_output(tmp_path, monkeypatch, capfd):

@@ -33,6 +33,8 @@ def test_workers_must_be_shown_as_stopping_until_they_end(view):
     assert states(view) == ["stopping", "succeeded", "stopping"]
     view.event(events.WorkerEnded(2, "trainer-2", 1, False), 6.0)
     assert states(view) == ["stopping", "succeeded", "failed"]
+    view.event(events.WorkersStopping("kill", kill=True), 7.0)
+    assert states(view) == ["stopping", "succeeded", "failed"]
 
 
 def test_a_pace_must_count_neither_lines_that_are_read_together_nor_steps_that_go_back(view):
