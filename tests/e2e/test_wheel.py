@@ -28,9 +28,11 @@ def run(*command: object, cwd: Path, **env: str) -> str:
 
 def environment(folder: Path, *needs: object) -> Path:
     """Create a virtual environment with these packages, and return its folder of programs."""
-    run(sys.executable, "-m", "venv", folder, cwd=folder.parent)
-    run(folder / "bin" / "pip", "install", "--quiet", "--disable-pip-version-check", *needs, cwd=folder.parent)
-    return folder / "bin"
+    programs = folder / "bin"
+    run(sys.executable, "-m", "venv", "--without-pip", folder, cwd=folder.parent)
+    pip = (sys.executable, "-m", "pip", "--python", programs / "python", "--disable-pip-version-check")
+    run(*pip, "install", "--quiet", *needs, cwd=folder.parent)
+    return programs
 
 
 @pytest.fixture(scope="module")

@@ -260,7 +260,7 @@ console.stream("master 0 | a line")
 console.phase("")
 for part in ("10%", "20%"):
     console.progress(f"master 0 | {part}", console.stream)
-console.phase("x" * 500 + HOSTILE)
+console.phase(HOSTILE + "x" * 500)
 console.mute()
 console.phase("muted")
 console.print_later("of a signal handler")
@@ -286,7 +286,7 @@ def test_the_current_phase_must_be_the_last_line_of_a_terminal_and_be_replaced()
         "master 0 | a line\n" + phase,
         "master 0 | 10%",
         "master 0 | 20%",
-        "x" * 39,
+        "a31mcb" + "x" * 33,
     ]
     parts += ["of a signal handler\n"]
     assert terminal_text(leader).replace("\r\n", "\n") == erase.join(parts)

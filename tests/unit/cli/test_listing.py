@@ -11,6 +11,7 @@ import pytest
 from support.commanded import Meanwhile, create, noted, runs_elsewhere, supervised
 from support.scripted import ALL_WELL
 
+from orchestrate import console
 from orchestrate.cli import listing
 from orchestrate.files import private, records
 from orchestrate.files.paths import JobPaths
@@ -182,6 +183,14 @@ def test_logs_must_print_what_is_selected(do, paths, options, lines):
     paths.log(1).write_text("loss 2\nend\n")
     end(paths)
     assert do("logs", "a-1", *options)[:2] == (0, lines)
+
+
+def test_a_pattern_must_be_found_in_a_line_whatever_its_colors(do, paths, monkeypatch):
+    monkeypatch.setattr(console, "colors", lambda stream: True)  # stdout is a terminal
+    paths.log(0).write_text("\x1b[32mloss\x1b[0m 1\nother\n")
+    end(paths)
+    (line,) = do("logs", "a-1", "--rank", "0", "--grep", "^loss 1$")[1]
+    assert line.startswith("\x1b[32mloss\x1b[0m 1")
 
 
 @pytest.mark.parametrize(

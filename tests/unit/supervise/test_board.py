@@ -5,6 +5,7 @@ import shutil
 import threading
 
 from support.tensorboard import curves
+from support.waiting import eventually
 
 from orchestrate.job.redact import Mask
 from orchestrate.supervise.board import PATTERN, Board
@@ -46,6 +47,14 @@ def test_output_that_comes_faster_than_it_is_written_must_not_fill_the_memory(pa
     for step in range(10_100):
         board.heard(Progress(step, metrics={"loss": 0.5}))
     assert board.queue.qsize() == 10_000
+
+
+def test_the_last_metrics_of_a_job_must_be_written_at_its_end(paths):
+    write(paths, {"step": 1, "loss": 0.5})
+    with Board(paths, str) as board:
+        eventually(lambda: board.writer)  # it waits for more
+        write(paths, {"step": 2, "loss": 0.25})
+    assert curves(paths.root) == {"loss": [(1, 0.5), (2, 0.25)]}
 
 
 def test_another_supervisor_must_continue(paths):

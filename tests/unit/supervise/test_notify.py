@@ -59,7 +59,7 @@ def test_a_notification_must_have_all_facts_and_follow_no_redirection(server, mo
 
 
 def test_the_failure_of_a_job_that_could_not_start_must_be_notified_before_its_command_ends(tmp_path):
-    spec = dataclasses.replace(SPEC, on_event=f"tee {tmp_path}/told")
+    spec = dataclasses.replace(SPEC, on_event=f"sh -c 'cat > {tmp_path}/told'")
     engine, before = Whole([]), {*threading.enumerate()}
     engine.up = raising(EngineError("no nodes"))
     with pytest.raises(EngineError, match="no nodes"):
