@@ -179,6 +179,16 @@ def test_only_links_that_we_create_must_lead_to_a_cluster(tmp_path, target):
         pass
 
 
+def test_a_folder_that_cannot_be_opened_must_leave_no_file_open(tmp_path):
+    job_folder = Folder(tmp_path, "a")
+    job_folder.make("x")
+    (tmp_path / "a" / "x" / "link").symlink_to(".")
+    before = len(os.listdir("/proc/self/fd"))
+    for below in ("missing", "x/missing", "x/link"):
+        assert job_folder.entries(below) == []
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
 # --- limits
 
 

@@ -203,6 +203,15 @@ def test_a_task_that_no_host_accepts_must_be_reported_soon_unless_it_ended_earli
     assert 0.5 < clock.now - began < 0.9 and raised.value.hint
 
 
+def test_a_host_that_rejects_a_node_as_soon_as_it_is_placed_must_be_reported_at_once(engine, stub, clock):
+    stub.placed = lambda task: task.update(Status={"State": "rejected", "Err": "No such image: x"})
+    engine.discard(["trainer-2"])
+    began = clock.now
+    with pytest.raises(EngineError, match="has no image"):
+        engine.up(job())
+    assert clock.now < began + 0.5
+
+
 def test_the_nodes_of_a_lost_host_must_be_replaced(engine, stub, tmp_path):
     down(stub, 2)  # the host of trainer-2
     engine.up(job())
