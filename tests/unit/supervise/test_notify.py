@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import socket
 import threading
 
 import pytest
@@ -56,6 +57,19 @@ def test_a_notification_must_have_all_facts_and_follow_no_redirection(server, mo
     facts = {"event": "restarted", "text": "restart 1 of 3", "time": 7.0, "seconds": 2.0}
     assert server.types == ["application/json"] * 2
     assert [data for data, _ in server.requests] == [facts | {"job_id": "a-1", "run_directory": "/runs/a-1"}] * 2
+
+
+def test_a_server_that_does_not_answer_must_be_asked_again(monkeypatch):
+    monkeypatch.setattr(notify, "TRIES", (0.0, 0.0))
+    monkeypatch.setattr(notify, "TIMEOUT", 0.05)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(60)
+        notifier = notify.Notifier(f"http://127.0.0.1:{server.getsockname()[1]}/", "a-1", "/runs/a-1")
+        notifier.event(events.GenerationStarted(0, ()))
+        for connection, _ in (server.accept(), server.accept()):
+            connection.close()
+        notifier.close()
+    assert not notifier.thread.is_alive()
 
 
 def test_the_failure_of_a_job_that_could_not_start_must_be_notified_before_its_command_ends(tmp_path):
