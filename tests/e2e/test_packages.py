@@ -1,6 +1,7 @@
 """Packages of a job: installed once for each list on every engine, or in the image of a Dockerfile."""
 
 import contextlib
+import fcntl
 import re
 import subprocess
 
@@ -26,11 +27,13 @@ def installing(cli, engine):
     """The command line in a folder whose script needs the package; images that it builds are removed."""
     (cli.folder / "uses.py").write_text(SCRIPT)
     cli.env["XDG_CACHE_HOME"] = str(cli.folder / "cache")
-    before = images() if engine == "docker" else set()
-    yield cli
-    for image in (images() if engine == "docker" else set()) - before:
-        with contextlib.suppress(subprocess.CalledProcessError):  # another test uses it
-            docker("rmi", image)
+    with open("/tmp/orchestrate-test-packages.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another run would build and remove the same images
+        before = images() if engine == "docker" else set()
+        yield cli
+        for image in (images() if engine == "docker" else set()) - before:
+            with contextlib.suppress(subprocess.CalledProcessError):  # another test uses it
+                docker("rmi", image)
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """Images that are missing something, on a real engine."""
 
+import os
 import subprocess
 
 import pytest
@@ -25,7 +26,7 @@ pytestmark = [pytest.mark.docker, pytest.mark.xdist_group("probe")]  # these tes
 @pytest.fixture(scope="module")
 def images(docker_engine):
     """Images with no `python` on PATH, with no Python, or with one that hangs or is too old."""
-    names = {what: f"orchestrate-test-{what}" for what in CHANGES}
+    names = {what: f"orchestrate-test-{os.getpid()}-{what}" for what in CHANGES}
     for what, name in names.items():
         text = f"FROM {IMAGE}\n{CHANGES[what]}\n"
         subprocess.run(["docker", "build", "--quiet", "--tag", name, "-"], input=text, text=True, check=True)

@@ -117,13 +117,14 @@ def test_a_port_of_the_master_must_be_open_on_this_machine_only(cli, docker_engi
         "print('serving', flush=True)\n"
         "while not pathlib.Path(os.environ['JOB_DIR'], 'finish').exists(): time.sleep(0.05)\n"
     )
-    process = cli.start("run", *OPTIONS, "--set", "ports=16006:6006", "serves.py")
+    port = 20_000 + os.getpid() % 10_000
+    process = cli.start("run", *OPTIONS, "--set", f"ports={port}:6006", "serves.py")
     cli.wait_for("serving", rank=0)
-    assert eventually(lambda: b"serves.py" in urllib.request.urlopen("http://127.0.0.1:16006/").read())
+    assert eventually(lambda: b"serves.py" in urllib.request.urlopen(f"http://127.0.0.1:{port}/").read())
     master = json.loads(docker("inspect", cli.container("master")))[0]
-    assert master["NetworkSettings"]["Ports"]["6006/tcp"] == [{"HostIp": "127.0.0.1", "HostPort": "16006"}]
-    other = cli("run", *OPTIONS, "--set", "ports=16006:80", "serves.py")
-    assert (other.returncode, "error: port 16006 of this machine is in use\n" in other.stderr) == (3, True), (
+    assert master["NetworkSettings"]["Ports"]["6006/tcp"] == [{"HostIp": "127.0.0.1", "HostPort": f"{port}"}]
+    other = cli("run", *OPTIONS, "--set", f"ports={port}:80", "serves.py")
+    assert (other.returncode, f"error: port {port} of this machine is in use\n" in other.stderr) == (3, True), (
         other.stderr
     )
     cli.finish_jobs()
@@ -139,12 +140,13 @@ def test_isolated_nodes_must_have_no_way_out_and_labels_must_be_set(cli, docker_
         "print('default routes', sum(line.split()[1] == '00000000' for line in routes))\n"
         "dist.barrier()\n"
     )
-    labels = ("--set", "labels={team: a$b, cost/center: 7}")
+    labels = ("--set", f"labels={{team: a$b, cost/center: {os.getpid()}}}")
     for isolated, routes in (["--isolated"], 0), ([], 1):
         done = cli("run", *OPTIONS, *isolated, *labels, "looks.py")
         assert done.returncode == 0 and f"default routes {routes}" in done.stdout, done.stderr
     assert cli("up", *OPTIONS[:4], "--gpus", "none", *labels, "--set", "warm=false").returncode == 0
-    assert docker("ps", "--quiet", "--filter", "label=team=a$b", "--filter", "label=cost/center=7").count("\n") == 2
+    filters = ("--filter", "label=team=a$b", "--filter", f"label=cost/center={os.getpid()}")
+    assert docker("ps", "--quiet", *filters).count("\n") == 2
     assert cli("down", "cluster").returncode == 0
 
 
