@@ -117,7 +117,7 @@ def test_a_port_of_the_master_must_be_open_on_this_machine_only(cli, docker_engi
         "print('serving', flush=True)\n"
         "while not pathlib.Path(os.environ['JOB_DIR'], 'finish').exists(): time.sleep(0.05)\n"
     )
-    port = 20_000 + os.getpid() % 10_000
+    port = 10_000 + os.getpid() % 10_000
     process = cli.start("run", *OPTIONS, "--set", f"ports={port}:6006", "serves.py")
     cli.wait_for("serving", rank=0)
     assert eventually(lambda: b"serves.py" in urllib.request.urlopen(f"http://127.0.0.1:{port}/").read())
