@@ -105,9 +105,9 @@ def test_a_disk_that_fills_up_while_caching_must_not_end_the_training(tmp_path, 
 )
 def test_data_sets_must_be_cached_in_the_users_cache_folder(monkeypatch, cache, folder):
     monkeypatch.setenv("HOME", "/home/me")
-    monkeypatch.setenv("XDG_CACHE_HOME", cache) if cache is not None else monkeypatch.delenv(
-        "XDG_CACHE_HOME", raising=False
-    )
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    if cache is not None:
+        monkeypatch.setenv("XDG_CACHE_HOME", cache)
     assert str(runpy.run_path(data.__file__)["HOME"]) == f"{folder}/orchestrate"
 
 

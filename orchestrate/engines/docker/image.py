@@ -131,13 +131,17 @@ def has_image(daemon: Daemon, image: str) -> bool:
 
 
 def ensure_image(daemon: Daemon, spec: JobSpec) -> None:
-    """Build or pull the image of a job if it is missing; raises ResourceError."""
+    """Build or pull the image of a job if it is missing; raises ResourceError, EngineLost if no engine responds."""
     if has_image(daemon, spec.image):
         return
     if spec.image == IMAGE:
-        _build(daemon)
-    else:
-        _pull(daemon, spec.image)
+        return _build(daemon)
+    with daemon.translating_errors(f"could not pull {spec.image}"):
+        try:
+            _pull(daemon, spec.image)
+        except docker.errors.DockerException as error:
+            hint = "check the name, run docker login, or build it: docker build -t NAME ."
+            raise ResourceError(f"cannot find or pull the image {spec.image}: {reason(error)}", hint) from None
 
 
 def _build(daemon: Daemon) -> None:
@@ -152,22 +156,18 @@ def _build(daemon: Daemon) -> None:
 
 
 def _pull(daemon: Daemon, image: str) -> None:
+    """Pull an image; raises errors of the SDK."""
     print_message(f"pulling the image {image}")
     repository, tag = parse_repository_tag(image)
     done: dict[str, tuple[int, int]] = {}  # layer: bytes downloaded and in total
-    with daemon.translating_errors(f"could not pull {image}"):
-        try:
-            for event in daemon.client.api.pull(repository, tag or "latest", stream=True, decode=True):
-                if error := event.get("error"):
-                    raise docker.errors.APIError(error)
-                sizes = event.get("progressDetail") or {}
-                if event.get("status") == "Downloading" and sizes.get("total"):
-                    done[event["id"]] = sizes["current"], sizes["total"]
-                    current, total = (sum(each) for each in zip(*done.values()))
-                    phase(f"pulling the image {image}: {current >> 20} of {total >> 20} MB")
-        except docker.errors.DockerException as error:
-            hint = "check the name, run docker login, or build it: docker build -t NAME ."
-            raise ResourceError(f"cannot find or pull the image {image}: {reason(error)}", hint) from None
+    for event in daemon.client.api.pull(repository, tag or "latest", stream=True, decode=True):
+        if error := event.get("error"):
+            raise docker.errors.APIError(error)
+        sizes = event.get("progressDetail") or {}
+        if event.get("status") == "Downloading" and sizes.get("total"):
+            done[event["id"]] = sizes["current"], sizes["total"]
+            current, total = (sum(each) for each in zip(*done.values()))
+            phase(f"pulling the image {image}: {current >> 20} of {total >> 20} MB")
     phase("")
 
 
