@@ -27,6 +27,7 @@ from orchestrate.node.trees import FOLDER
 
 FOREIGN = "it was moved or copied, or created by another user or on another machine"
 STATE = (".local", "state", "orchestrate")  # in a home directory; XDG_STATE_HOME replaces the first two
+LOOKED_AT = 16  # records per new job: enough to remove old ones faster than new ones come, however many there are
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Record:
 def make(run: Path, key: bytes = b"", secrets: Mapping[str, str] | None = None) -> None:
     """Create the record of a new run directory; raises UsageError if it cannot be written.
 
-    Also removes records whose run directories no longer exist.
+    Also removes records whose run directories no longer exist, if they are among those that it looks at.
     """
     status = run.lstat()
     machine = socket.gethostname()
@@ -195,8 +196,9 @@ def _write(record: Record, folder: int) -> None:
 
 
 def _prune(folder: int) -> None:
-    """Remove the records of this machine whose run directories no longer exist."""
-    for name in os.listdir(folder):
+    """Remove the records of this machine whose run directories no longer exist, of some that are chosen at random."""
+    names = os.listdir(folder)
+    for name in tokens.SystemRandom().sample(names, min(LOOKED_AT, len(names))):
         with contextlib.suppress(OSError, ValueError, TypeError):
             record = _read(name, folder)
             if record.machine == socket.gethostname() and not os.path.lexists(record.run):

@@ -191,6 +191,19 @@ def test_records_of_removed_folders_must_be_removed_except_those_of_other_machin
     assert records.find(gone) is None
 
 
+def test_many_records_must_not_delay_a_job_and_be_removed_over_time(kept, run):
+    folders = [run.with_name(f"gone-{number}") for number in range(100)]
+    for folder in folders:
+        folder.mkdir()
+        records.make(folder)
+    for folder in folders:
+        folder.rmdir()
+    for left in (84, 68, 52):  # 16 of them each time, and the new one stays
+        records.forget(run)
+        records.make(run)
+        assert len([*kept.iterdir()]) == left + 1
+
+
 def test_using_a_record_must_leave_no_file_open(kept, run):
     before = len(os.listdir("/proc/self/fd"))
     records.make(run, KEY)
