@@ -45,19 +45,6 @@ def set_traps(cli: Cli) -> Path:
     return mark
 
 
-@pytest.fixture(params=["installed", "checkout"])
-def shadowed(request, cli, nothing_left):
-    """The command line in a folder with traps, from an installed package or from a checkout."""
-    if request.param == "checkout":
-        ignored = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(ROOT / "orchestrate", cli.folder / "orchestrate", ignore=ignored)
-        for name in ("docker-compose.yml", "Dockerfile"):
-            shutil.copy(ROOT / name, cli.folder)
-        del cli.env["PYTHONPATH"]
-    cli.env["DOCKER_HOST"] = "unix:///nowhere.sock"
-    return cli, set_traps(cli)
-
-
 def run(cli, mark: Path, *arguments: str, code: int = 0) -> str:
     """Run a command; check its exit code and that no trap ran; return its stdout."""
     done = cli(*arguments)
@@ -67,8 +54,9 @@ def run(cli, mark: Path, *arguments: str, code: int = 0) -> str:
 
 
 @pytest.mark.slow
-def test_commands_must_not_import_a_module_from_the_current_folder(shadowed):
-    cli, mark = shadowed
+def test_commands_must_not_import_a_module_from_the_current_folder(cli, nothing_left):
+    mark = set_traps(cli)
+    cli.env["DOCKER_HOST"] = "unix:///nowhere.sock"
     run(cli, mark, "--help")
     run(cli, mark, "--version")
     run(cli, mark, "plan", *JOB, *SCRIPT)
@@ -84,6 +72,17 @@ def test_commands_must_not_import_a_module_from_the_current_folder(shadowed):
     run(cli, mark, "run", *JOB, *SCRIPT)
     run(cli, mark, "down", cluster)
     assert "hello" in (cli.folder / "runs" / second / "logs" / "rank-1.log").read_text()
+
+
+def test_commands_of_a_checkout_must_not_import_a_module_from_its_folder(cli, nothing_left):
+    shutil.copytree(ROOT / "orchestrate", cli.folder / "orchestrate", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("docker-compose.yml", "Dockerfile"):
+        shutil.copy(ROOT / name, cli.folder)
+    del cli.env["PYTHONPATH"]
+    mark = set_traps(cli)
+    cli.env["DOCKER_HOST"] = "unix:///nowhere.sock"
+    run(cli, mark, "export", "compose", *JOB[2:], *SCRIPT)
+    run(cli, mark, "attach", Path(run(cli, mark, "run", "--detach", *JOB, *SCRIPT).strip()).name)
 
 
 @pytest.mark.docker
