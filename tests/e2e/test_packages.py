@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 import yaml
-from support.leftovers import docker
+from support.leftovers import docker, docker_answers
 from support.printed import printed
 
 pytestmark = pytest.mark.xdist_group("packages")  # each test removes the images that exist only since it began
@@ -17,21 +17,20 @@ NAMES = ("orchestrate-packages", "orchestrate-build")
 
 
 def images() -> set[str]:
-    return {
-        line for line in docker("images", "--format", "{{.Repository}}:{{.Tag}}").splitlines() if line.startswith(NAMES)
-    }
+    found = docker("images", "--format", "{{.Repository}}:{{.Tag}}") if docker_answers() else ""
+    return {line for line in found.splitlines() if line.startswith(NAMES)}
 
 
 @pytest.fixture
-def installing(cli, engine):
+def installing(cli):
     """The command line in a folder whose script needs the package; images that it builds are removed."""
     (cli.folder / "uses.py").write_text(SCRIPT)
     cli.env["XDG_CACHE_HOME"] = str(cli.folder / "cache")
     with open("/tmp/orchestrate-test-packages.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # another run would build and remove the same images
-        before = images() if engine == "docker" else set()
+        before = images()
         yield cli
-        for image in (images() if engine == "docker" else set()) - before:
+        for image in images() - before:
             with contextlib.suppress(subprocess.CalledProcessError):  # another test uses it
                 docker("rmi", image)
 
