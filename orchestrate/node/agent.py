@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from orchestrate.node import protocol
+from orchestrate.node.channel import Channel
 from orchestrate.node.checks import Refused, integer, shown
 from orchestrate.node.files import Files
 from orchestrate.node.guard import marked
 from orchestrate.node.lease import Lease
 from orchestrate.node.listener import BACKLOG, Listener
 from orchestrate.node.local_env import local_env
-from orchestrate.node.loop import Channel, Loop
+from orchestrate.node.loop import Loop
 from orchestrate.node.output import print_message
 from orchestrate.node.ranks import FENCE, Env, fence
 from orchestrate.node.status import StatusServer

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 from orchestrate.node.auth import Signer
-from orchestrate.node.loop import Channel, Loop
+from orchestrate.node.channel import Channel
+from orchestrate.node.loop import Loop
 
 MAX_CLIENTS = 64  # connections at a time
 BACKLOG = 128  # connections that may wait to be accepted

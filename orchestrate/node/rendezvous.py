@@ -14,9 +14,10 @@ import time
 from functools import partial
 from typing import Any
 
+from orchestrate.node.channel import Channel, connect
 from orchestrate.node.checks import MAX_WORKERS, Refused, integer, seconds, shown
 from orchestrate.node.listener import serve
-from orchestrate.node.loop import Channel, Loop, connect
+from orchestrate.node.loop import Loop
 from orchestrate.node.output import print_message
 from orchestrate.node.protocol import TO_MASTER, TO_TRAINER, End, Exited, Hello, Run, decode
 from orchestrate.node.ranks import DEFAULTS, MASTER_PORT, Node, assign, gpus

@@ -24,7 +24,7 @@ PRELOAD = "colorsys"  # a module that nothing else imports: if it is already imp
 BEFORE = f"""
 import runpy, sys
 sys.path.insert(0, {str(ROOT)!r})
-from orchestrate.node import lease, loop, warm, worker
+from orchestrate.node import channel, lease, loop, warm, worker
 {{before}}
 runpy.run_path({NODE!r}, run_name="__main__")
 """

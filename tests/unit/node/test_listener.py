@@ -223,7 +223,7 @@ def test_many_unauthenticated_connections_must_not_lock_out_an_orchestrator(tmp_
 
 
 def test_a_client_that_does_not_read_must_be_disconnected(tmp_path):
-    node = Waiting(tmp_path, before="loop.SEND_TIMEOUT = 0.2")
+    node = Waiting(tmp_path, before="channel.SEND_TIMEOUT = 0.2")
     assert node.status()["generation"] == -1
     with dial(tmp_path / "s") as sock, contextlib.suppress(OSError):
         end = End(sock)
