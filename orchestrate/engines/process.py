@@ -30,8 +30,8 @@ from orchestrate.job.cores import cores
 from orchestrate.job.folders import data_folders
 from orchestrate.job.gpus import Offer, fields, look, offer, why_none
 from orchestrate.job.outcomes import LOST_EXIT_CODE, Activity, Reason, WorkerExit
-from orchestrate.job.plan import Inventory, Placement, Plan, WorkerPlan
-from orchestrate.job.preload import may_use_torch, preload
+from orchestrate.job.plan import Inventory, Placement, Plan, WorkerPlan, may_use_torch
+from orchestrate.job.preload import preload
 from orchestrate.job.source import GIT
 from orchestrate.job.spec import JobSpec, unencodable
 from orchestrate.node import protocol

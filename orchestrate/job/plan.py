@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -195,7 +196,11 @@ def plan(
     address = placement.master_addr or (nodes[0] if nodes[0] == "master" else f"{project}-{nodes[0]}")
     machine = {"host": "", "cpus": _usable_cores(spec, inventory, len(nodes)), "gpus": list(gpus)}
     envs = assign([machine for _ in nodes], nproc, address, port, job_id, placement.interface)
-    restarts = {"TORCHELASTIC_RESTART_COUNT": str(generation), "TORCHELASTIC_MAX_RESTARTS": str(spec.max_restarts)}
+    torchs = {
+        "TORCHELASTIC_RESTART_COUNT": str(generation),
+        "TORCHELASTIC_MAX_RESTARTS": str(spec.max_restarts),
+        "TORCHELASTIC_USE_AGENT_STORE": str(may_use_torch(spec, placement.preload)),
+    }
     files = {"JOB_ID": job_id, "JOB_DIR": placement.job_dir}
     files |= {f"DATA_{name.upper()}": path for name, path in placement.data.items()}
     stdin = {"WORKER_STDIN": f"{placement.job_dir}/{STDIN}"} if spec.stdin else {}
@@ -206,7 +211,7 @@ def plan(
             node=nodes[rank // nproc],
             gpu=gpus[rank] if gpus else "",
             cores=cores[rank],
-            env=env | restarts | files | (stdin if not rank else {}) | _extra_env(spec, cores[rank], shared) | spec.env,
+            env=env | torchs | files | (stdin if not rank else {}) | _extra_env(spec, cores[rank], shared) | spec.env,
         )
         for rank, env in enumerate(envs)
     ]
@@ -226,6 +231,11 @@ def plan(
         workers=tuple(workers),
         secrets=tuple(spec.secrets),
     )
+
+
+def may_use_torch(spec: JobSpec, modules: tuple[str, ...]) -> bool:
+    """Whether workers may use torch: it is in the preloaded `modules`, or the imports of the script were not read."""
+    return "torch" in modules or not spec.warm or not spec.command[0].endswith(".py") or sys.platform != "linux"
 
 
 def _max_workers_per_node(gpus: tuple[str, ...]) -> int:

@@ -24,11 +24,6 @@ def start(spec: JobSpec, folder: Path) -> None:
         _started[tuple(spec.command), folder] = ThreadPoolExecutor(1).submit(uses, tuple(spec.command), folder)
 
 
-def may_use_torch(spec: JobSpec, modules: tuple[str, ...]) -> bool:
-    """Whether workers may use torch: it is in `modules`, or the command is not a script whose imports were read."""
-    return "torch" in modules or not spec.command[0].endswith(".py")
-
-
 def preload(spec: JobSpec, folder: Path) -> tuple[str, ...]:
     """The modules that nodes import before workers start; empty if workers get fresh interpreters.
 

@@ -183,6 +183,7 @@ class Agent:
             return self.report(protocol.Ended(generation, rank, NOT_STARTED, time.time(), "", asked=True))
         if generation > self.generation:
             kill(list(self.workers.values()), signal.SIGKILL)
+            self.loop.close_store()
             self.generation, self.workers, self.codes, self.hints = generation, {}, {}, {}
             self.traffic.forget()
             self.fence(generation)

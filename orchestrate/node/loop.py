@@ -15,6 +15,7 @@ from typing import Any
 from orchestrate.node.checks import seconds
 from orchestrate.node.output import print_message, stdout
 from orchestrate.node.ranks import Env
+from orchestrate.node.store import VARIABLE, Store, expected
 from orchestrate.node.warm import (
     IMPORT_TIMEOUT,
     Zygote,
@@ -41,6 +42,7 @@ class Loop:
         self.adopting = adopt_orphans()  # so that no orphan outlives the node
         self.workers: list[Worker] = []
         self.held: Worker | None = None  # a command that other workers wait for
+        self.store: Store | None = None  # torch's store, once rank 0 has started here
         self.grace = seconds(os.environ, "NODE_GRACE", 30)  # between SIGTERM and SIGKILL
         self.ending = False  # the node has been asked to end, and starts no more workers
         self.on_end: Callable[[], None] = lambda: None  # called when `ending` becomes true
@@ -97,6 +99,8 @@ class Loop:
         if self.ending:
             done(128 + signal.SIGTERM)
             return None
+        if VARIABLE in env:
+            env = env | {VARIABLE: str(expected(env))}
         try:
             worker = Worker(command, env, cwd, done, started)
         except OSError as error:
@@ -105,10 +109,33 @@ class Loop:
             return None
         self.workers.append(worker)
         self.watch(worker.output, lambda: self._pump(worker))
+        if env.get(VARIABLE) == "True" and worker.rank == "0":
+            self._open_store(worker)
         if self.zygote:
             self.zygote.go()
         self._launch_waiting()
         return worker
+
+    def _open_store(self, first: Worker) -> None:
+        self.close_store()
+        try:
+            self.store = store = Store(first.env)
+        except OSError as error:
+            return first.failed_to_start(error)
+
+        def host() -> None:
+            self.forget(store.server)
+            store.host(self.zygote)
+
+        self.watch(store.server, host)
+
+    def close_store(self) -> None:
+        """End torch's store of an older generation, if there is one."""
+        if self.store:
+            if self.store.server.fileno() >= 0:  # no worker has connected
+                self.forget(self.store.server)
+            self.store.close()
+            self.store = None
 
     def hold(self, first: Worker) -> None:
         """Start `first` at once, and other workers only after `release`."""
@@ -159,7 +186,7 @@ class Loop:
         print_message(f"starting a fresh interpreter for each worker: {why}")
         zygote.ready = False
         zygote.end()
-        for pid in set(children()) - {worker.pid for worker in self.workers}:
+        for pid in set(children()) - self._ours():
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
 
@@ -229,7 +256,7 @@ class Loop:
 
     def _reap_strays(self) -> None:
         """Reap adopted processes that workers have left running; until then they stay zombies."""
-        ours = {worker.pid for worker in self.workers}
+        ours = self._ours()
         if self.zygote and self.zygote.process.poll() is None:
             ours.add(self.zygote.process.pid)
         with contextlib.suppress(ChildProcessError):
@@ -238,8 +265,16 @@ class Loop:
                     return
                 os.waitpid(found.si_pid, 0)
 
+    def _ours(self) -> set[int]:
+        """The children that are workers or host torch's store."""
+        ours = {worker.pid for worker in self.workers}
+        if self.store and self.store.process and self.store.process.poll() is None:
+            ours.add(self.store.process.pid)
+        return ours
+
     def finish(self) -> None:
         """Wait for killed workers, kill what they left running, and continue the zygote if they have stopped it."""
+        self.close_store()
         while self.workers:
             self._reap()
             time.sleep(0.001)

@@ -47,6 +47,7 @@ def assign(nodes: list[Node], nproc: int, master_addr: str, master_port: int, jo
                 "TORCHELASTIC_RESTART_COUNT": 0,
                 "TORCHELASTIC_MAX_RESTARTS": 0,
                 "TORCHELASTIC_RUN_ID": job_id,
+                "TORCHELASTIC_USE_AGENT_STORE": True,
                 "OMP_NUM_THREADS": max(1, node["cpus"] // workers_on_host),
                 "GLOO_SOCKET_IFNAME": interface,
                 "NCCL_SOCKET_IFNAME": interface,
@@ -59,8 +60,8 @@ def assign(nodes: list[Node], nproc: int, master_addr: str, master_port: int, jo
 
 FENCE = "generation"  # a file in the job's folder
 
-DEFAULTS = {"OMP_NUM_THREADS", *frameworks.NAMES}  # variables that a user's own environment may set
-# Variables that it must not set.
+# Variables that a user's own environment may set, and those that it must not.
+DEFAULTS = {"OMP_NUM_THREADS", "TORCHELASTIC_USE_AGENT_STORE", *frameworks.NAMES}
 CONTRACT = {*assign([{"host": "", "cpus": 1, "gpus": []}], 1, "", 0, "", "")[0], "JOB_ID", "JOB_DIR"}
 CONTRACT |= {"WORKER_CORES", "WORKER_EXPAND", "WORKER_STDIN"}
 CONTRACT -= DEFAULTS

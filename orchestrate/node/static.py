@@ -21,6 +21,7 @@ NAMES = {  # the variables that may hold each value: our own, then those of Kube
     "MASTER_PORT": ("PET_MASTER_PORT",),
 }
 LOOPBACK = ("lo", "lo0")
+STORE_INTERVAL = 0.1  # seconds between two looks at the clients of torch's store
 
 
 def envs(environ: Mapping[str, str], own_gpus: list[str], cores: int) -> list[Env]:
@@ -78,7 +79,15 @@ def static(command: list[str]) -> int:
             print_message(f"rank {rank} failed with exit code {code}")
             _record_failure(code)
             loop.stop(end=True)
-        loop.ending = loop.ending or len(codes) == len(found)
+        if len(codes) == len(found):
+            wait()
+
+    def wait() -> None:
+        """End once no worker of another node is connected to torch's store."""
+        if loop.ending or not loop.store or not loop.store.in_use():
+            loop.ending = True
+        else:
+            loop.after(STORE_INTERVAL, wait)
 
     for env in found:
         loop.start(command, {**os.environ, **env}, None, partial(ended, env.get("RANK", "0")))

@@ -22,17 +22,24 @@ from orchestrate.node.protocol import parsed
 PADDING = "." * 4096  # reserves space in its command line, which a forked worker overwrites with its own
 IMPORT_TIMEOUT = 300.0  # seconds, at most
 FORK_TIMEOUT = 10.0  # seconds that a fork may take
-PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 4, 36  # of Linux' prctl(2)
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 1, 4, 36  # of Linux' prctl(2)
 SUPPORTED = sys.platform == "linux"
+libc = ctypes.CDLL(None) if SUPPORTED else None
 GO = b"g"  # as in zygote.py
 IOPRIO_GET = {"x86_64": 252, "aarch64": 31}  # ioprio_get(2), for which the C library has no function
 IOPRIO_WHO_PROCESS = 1
 LIMITS = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
 
 
+def die_with_parent() -> None:
+    """Make the kernel kill this process when its parent dies; runs between fork and exec."""
+    if libc is not None:
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def adopt_orphans() -> bool:
     """Adopt orphaned descendants instead of process 1 (subreaper); False if that is not supported."""
-    return SUPPORTED and not ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    return libc is not None and not libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def protect() -> None:
@@ -40,8 +47,8 @@ def protect() -> None:
 
     A forked child is protected as well, until it executes a program or resets the flag.
     """
-    if SUPPORTED:
-        ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0)
+    if libc is not None:
+        libc.prctl(PR_SET_DUMPABLE, 0)
 
 
 class Forked:
@@ -100,14 +107,14 @@ class Zygote:
         answer = self._receive()
         self._settle(answer.get("ready") is True, str(answer.get("why", "the process that forks workers exited")))
 
-    def fork(self, command: list[str], env: dict[str, str], cwd: str | None, output: int) -> Forked:
-        """Fork a worker whose output goes to the descriptor.
+    def fork(self, command: list[str], env: Mapping[str, str], cwd: str | None, output: int, *stdin: int) -> Forked:
+        """Fork a worker whose output goes to the descriptor, and which reads another one, if that is given.
 
         Raises OSError: EMSGSIZE if the message is too long, another error if the zygote does not respond, even if it
         has forked.
         """
         message = json.dumps({"command": command, "env": env, "cwd": cwd or os.getcwd()})
-        socket.send_fds(self.sock, [message.encode()], [output])
+        socket.send_fds(self.sock, [message.encode()], [output, *stdin])
         pid = self._receive().get("pid")
         if type(pid) is not int or pid <= 1:  # a signal to -1 would reach every process
             raise OSError(errno.ETIMEDOUT, "the process that forks workers does not respond")

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any, BinaryIO
 
@@ -15,7 +13,7 @@ from orchestrate.node.command import expanded, of_python, words
 from orchestrate.node.output import print_message, stdout
 from orchestrate.node.ranks import Env
 from orchestrate.node.trees import FOLDER, opened
-from orchestrate.node.warm import Forked, Zygote, fields, processes
+from orchestrate.node.warm import Forked, Zygote, die_with_parent, fields, processes
 
 FAILED_TO_START, NOT_FOUND = 126, 127  # exit codes, as in a shell
 MAX_LINE = 1 << 20  # bytes that are tagged as one line; a longer one is split
@@ -24,7 +22,6 @@ OOM_COUNTERS = (  # of cgroup v2, cgroup v1 and the machine
     "/sys/fs/cgroup/memory/memory.oom_control",
     "/proc/vmstat",
 )
-PR_SET_PDEATHSIG = 1  # of Linux' prctl(2)
 PF_EXITING = 4  # a flag in /proc/PID/stat, from linux/sched.h
 
 
@@ -88,7 +85,7 @@ class Worker:
 
     def _before(self) -> None:
         """Runs between fork and exec."""
-        _die_with_parent()
+        die_with_parent()
         if cores := self.env.get("WORKER_CORES"):
             with contextlib.suppress(Exception):  # not numbers, not allowed, or not supported
                 os.sched_setaffinity(0, map(int, cores.split(",")))
@@ -267,12 +264,3 @@ def _log_file(job_dir: str, name: str) -> int:
 
 def _ends_within_a_line(file: int) -> bool:
     return os.pread(file, 1, max(0, os.fstat(file).st_size - 1)) not in (b"", b"\n")
-
-
-_libc = ctypes.CDLL(None) if sys.platform == "linux" else None
-
-
-def _die_with_parent() -> None:
-    """Make the kernel kill this process when the node dies; runs between fork and exec."""
-    if _libc is not None:
-        _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

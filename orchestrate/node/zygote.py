@@ -4,7 +4,8 @@
 
 A separate program that uses only the standard library, since workers inherit what it imports. It reports over the
 socket whether it is ready. After that, each message describes a worker to start, `{"command", "env", "cwd"}`, with the
-descriptor of its output; the answer is the worker's process id. The worker becomes a child of the node, which reaps it.
+descriptors of its output and, if it has one, of its input; the answer is the worker's process id. The worker becomes a
+child of the node, which reaps it.
 
 Modules of the job's folder are imported only after the node sends `GO`, when its network has the filter. Nothing else
 is imported from there. Each worker reads its own message, so its content, such as a secret in the environment, is never
@@ -143,7 +144,7 @@ def shadows(entry: os.DirEntry[str]) -> bool:
     return entry.name.endswith((".py", ".so")) or os.path.isfile(f"{entry.path}/__init__.py")
 
 
-def become(command: list[str], env: dict[str, str], cwd: str, output: int, node: int) -> NoReturn:
+def become(command: list[str], env: dict[str, str], cwd: str, node: int, output: int, *stdin: int) -> NoReturn:
     """Become the worker; runs in the forked child, which the node adopts."""
     libc.prctl(PR_SET_DUMPABLE, 1)  # otherwise /proc/self would belong to root
     os.setsid()
@@ -155,11 +156,14 @@ def become(command: list[str], env: dict[str, str], cwd: str, output: int, node:
     if os.getppid() != node:
         os._exit(128 + signal.SIGKILL)
     for path in (os.devnull, env.get("WORKER_STDIN", "")):
-        with contextlib.suppress(OSError), open(path, "rb") as stdin:  # the job may have removed it
-            os.dup2(stdin.fileno(), 0)
+        with contextlib.suppress(OSError), open(path, "rb") as file:  # the job may have removed it
+            os.dup2(file.fileno(), 0)
+    for descriptor in stdin:
+        os.dup2(descriptor, 0)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    os.close(output)
+    for descriptor in (output, *stdin):
+        os.close(descriptor)
     os.chdir(cwd)
     if cores := env.get("WORKER_CORES"):
         with contextlib.suppress(Exception):  # not numbers, or not allowed
@@ -346,12 +350,12 @@ def fork(control: socket.socket, node: int) -> int:
         if child:
             os.write(writer, b"%d" % child)
             os._exit(0)
-        data, descriptors, _, _ = socket.recv_fds(control, MAX_MESSAGE, 1)
+        data, descriptors, _, _ = socket.recv_fds(control, MAX_MESSAGE, 2)
         os.write(writer, READ)
         for descriptor in (reader, writer, control.detach()):
             os.close(descriptor)
         message = json.loads(data)
-        become(message["command"], message["env"], message["cwd"], descriptors[0], node)
+        become(message["command"], message["env"], message["cwd"], node, *descriptors)
     os.close(writer)
     os.waitpid(between, 0)
     with os.fdopen(reader, "rb") as pipe:

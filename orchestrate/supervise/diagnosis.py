@@ -48,6 +48,7 @@ PACKAGES = {  # packages whose names differ from those of their modules
     **{"bs4": "beautifulsoup4", "dateutil": "python-dateutil", "dotenv": "python-dotenv", "yaml": "pyyaml"},
 }
 NOT_FOUND = "the program is not installed in the image: use an image that contains it (--image)"
+PORT_TAKEN = r"another process listens on \1, where workers expect torch's store; a restart uses another port"
 NOT_RUN = "make the file executable (chmod +x), and check its first line: #!/bin/bash, for example"
 NO_PACKAGE = r"\1 is neither in your folder nor in the image: install it with --pip PACKAGE"
 NO_MODULE = r"\1 is neither in your folder nor in the image: install it with --pip or --requirements"
@@ -68,6 +69,7 @@ LOCAL_HINTS = {  # hints replaced for local processes, which have no image and n
 # Patterns in the last lines of a failed worker; the first match is used.
 BY_LINE = [
     (r"(?m)^\[node\] rank \d+ did not start: No such file", Reason.NOT_STARTED, NOT_FOUND),
+    (r"(?m)^\[node\] rank \d+ did not start: Address already in use: (port \d+)", Reason.ERROR, PORT_TAKEN),
     (r"(?m)^\[node\] rank \d+ did not start: ", Reason.NOT_STARTED, NOT_RUN),
     (
         r"__path__ attribute not found on '(\w+)'",

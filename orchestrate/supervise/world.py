@@ -39,8 +39,8 @@ HINTS = {  # by package, the first that a script imports
 def are_isolated(uses: Mapping[int, Use], world_size: int, by_kernel: bool) -> bool | None:
     """Whether workers exchange no data, from what each has used so far; None if that is unknown.
 
-    Rank 0 does not count: it hosts the store, with which all others are connected. Unless `by_kernel`, so that all data
-    would pass through connections of the kernel, one connection is enough.
+    Rank 0 does not count: it may host the store, with which all others are connected. Unless `by_kernel`, so that all
+    data would pass through connections of the kernel, one connection is enough.
     """
     others = [uses[rank] for rank in range(1, world_size) if rank in uses]
     if len(others) < world_size - 1 or not others:

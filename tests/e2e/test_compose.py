@@ -154,6 +154,13 @@ def test_a_failing_rank_must_end_the_gang_and_make_up_fail(project, rank):
     assert "all ranks succeeded" not in done.stdout
 
 
+@pytest.mark.slow
+def test_torchs_store_must_outlive_rank_0(project):
+    project.env["NODE_COMMAND"] = "leaves_first.py"
+    done = project(*CPU, "up", "--scale", "trainer-cpu=1")
+    assert done.returncode == 0 and "[rank 1] made a group" in done.stdout, done.stdout
+
+
 def test_any_user_must_be_able_to_write_to_a_new_volume(docker_engine):
     mount = ("--mount", "type=volume,dst=/job", "--entrypoint", "touch")
     docker("run", "--rm", "--user", "4242:4242", *mount, "orchestrate-node:0.1", "/job/file")

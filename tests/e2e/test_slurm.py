@@ -93,6 +93,14 @@ def test_a_script_must_train_on_two_machines(slurm):
         assert slurm.log("allreduce", rank).endswith(f"rank {rank} of 4: the ranks add up to 6\n")
 
 
+@pytest.mark.exhaustive
+def test_torchs_store_must_outlive_the_machine_of_rank_0(slurm):
+    job = slurm.submit("--", "leaves_first.py")
+    eventually(lambda: slurm.state(job) in ("COMPLETED", "FAILED"))
+    assert slurm.state(job) == "COMPLETED", slurm.output()
+    assert slurm.log("leaves_first", 1).endswith("made a group\n")
+
+
 def test_variables_and_arguments_must_reach_the_workers_and_secrets_only_from_sbatch(slurm):
     arguments, secret = odd(50), "it's $HOME\n"
     env = {f"ODD_{number}": text for number, text in enumerate(arguments)} | {"stop": "a", "UID": "b"}

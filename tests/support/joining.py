@@ -31,6 +31,7 @@ sys.exit(join.join(sys.argv[2:]))
 """
 NAMES = {"127.0.0.2": "p-trainer-10.p_default", "127.0.0.3": "p-trainer-9.p_default"}
 TEN, NINE = NAMES
+ON_ONE_MACHINE = {"TORCHELASTIC_USE_AGENT_STORE": "False"}  # on which all masters would listen at one port
 HELLO = {"name": "master", "host": "a", "cpus": 8, "gpus": []}
 WAITS = "import signal\nprint('ready')\nsignal.pause()"
 
@@ -75,7 +76,7 @@ class Project:
         clean = {name: value for name, value in os.environ.items() if name not in ("JOB_ID", "NODE_NPROC")}
         self.node = subprocess.Popen(
             [sys.executable, "-c", BOOT, played, str(self.folder / "script.py")],
-            env=clean | {"PYTHONPATH": str(ROOT), "JOB_DIR": str(self.folder)} | env,
+            env=clean | {"PYTHONPATH": str(ROOT), "JOB_DIR": str(self.folder), **ON_ONE_MACHINE} | env,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
         )

@@ -20,8 +20,8 @@ from orchestrate.job import users
 from orchestrate.job.cores import cores
 from orchestrate.job.folders import data_paths, without_stores
 from orchestrate.job.gpus import DETAILS, LIST, NVIDIA_SMI_TIMEOUT, Offer, fields, offer, read, trouble_of
-from orchestrate.job.plan import Inventory, Placement, pluralize
-from orchestrate.job.preload import may_use_torch, preload
+from orchestrate.job.plan import Inventory, Placement, may_use_torch, pluralize
+from orchestrate.job.preload import preload
 from orchestrate.job.spec import IMAGE, JobSpec
 
 NO_TOOLKIT = "the engine has no NVIDIA runtime"

@@ -226,7 +226,10 @@ def test_a_node_that_is_cut_off_must_report_it_for_the_workers_that_it_killed(tm
 def test_workers_started_after_a_node_was_cut_off_must_not_be_reported_as_cut_off():
     callbacks, messages = [], []
     loop: Any = SimpleNamespace(
-        workers=[], ending=False, start=lambda command, env, cwd, done, started: callbacks.append(done)
+        workers=[],
+        ending=False,
+        start=lambda command, env, cwd, done, started: callbacks.append(done),
+        close_store=lambda: None,
     )
     node = agent.Agent(loop, KEY)
     channel: Any = SimpleNamespace(send=messages.append)

@@ -7,7 +7,7 @@ import pytest
 from support.plans import HERE, plan, with_gpus
 
 from orchestrate.errors import ResourceError
-from orchestrate.job.plan import in_order, names, read_plan
+from orchestrate.job.plan import in_order, may_use_torch, names, read_plan
 from orchestrate.job.spec import JobSpec
 from orchestrate.node.ranks import assign, gpu_ids
 
@@ -143,6 +143,7 @@ def test_the_environment_must_match_torchruns():
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "3",
         "TORCHELASTIC_RUN_ID": "a-1",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
         "OMP_NUM_THREADS": "2",
         "GLOO_SOCKET_IFNAME": "eth0",
         "NCCL_SOCKET_IFNAME": "eth0",
@@ -157,6 +158,26 @@ def test_the_environment_must_match_torchruns():
         "JOB_ID": "a-1",
         "JOB_DIR": "/job",
     }
+
+
+@pytest.mark.parametrize(
+    ("command", "modules", "warm", "may"),
+    [
+        ("a.py", (), True, False),
+        ("a.py", ("numpy",), True, False),
+        ("a.py", ("torch",), True, True),
+        ("a.py", (), False, True),
+        ("a.sh", (), True, True),
+        ("-m", (), True, True),
+    ],
+)
+def test_only_a_script_that_was_read_must_be_known_not_to_use_torch(command, modules, warm, may):
+    spec = JobSpec(command=(command, "x"), trainers=1, warm=warm)
+    assert may_use_torch(spec, modules) is may
+    workers = plan(spec, HERE.but(preload=modules), "a-1").workers
+    assert {worker.env["TORCHELASTIC_USE_AGENT_STORE"] for worker in workers} == {str(may)}  # torchrun's variable
+    chosen = replace(spec, env={"TORCHELASTIC_USE_AGENT_STORE": "False"})
+    assert plan(chosen, HERE, "a-1").workers[0].env["TORCHELASTIC_USE_AGENT_STORE"] == "False"
 
 
 def test_only_rank_0_must_read_standard_input():

@@ -6,7 +6,7 @@ import pytest
 
 from orchestrate.files import bounded
 from orchestrate.job import imports
-from orchestrate.job.preload import may_use_torch, preload, start
+from orchestrate.job.preload import preload, start
 from orchestrate.job.spec import JobSpec
 
 TORCH = ("torch", "torch.distributed")
@@ -119,20 +119,6 @@ def test_the_job_file_must_override_detection(tmp_path):
     assert preload(JobSpec(command=("train.py",), preload=["numpy"], warm=False), tmp_path) == ()
     (tmp_path / "train.py").write_text("import something_that_imports_torch")
     assert preload(JobSpec(command=("train.py",), preload=["numpy"]), tmp_path) == ("numpy",)
-
-
-@pytest.mark.parametrize(
-    ("command", "modules", "may"),
-    [
-        ("a.py", (), False),
-        ("a.py", ("numpy",), False),
-        ("a.py", ("torch",), True),
-        ("a.sh", (), True),
-        ("-m", (), True),
-    ],
-)
-def test_only_a_script_that_was_read_must_be_known_not_to_use_torch(command, modules, may):
-    assert may_use_torch(JobSpec(command=(command, "x")), modules) is may
 
 
 @pytest.mark.parametrize("command", [("nonesuch.py",), ("-m", "nonesuch"), ("-m", "torch.distributed.run")])

@@ -41,6 +41,9 @@ class Idle(ManualLoop):
     def finish(self) -> None:
         pass
 
+    def close_store(self) -> None:
+        pass
+
     def changed(self) -> bool:
         return False
 

@@ -305,6 +305,7 @@ def test_a_cause_must_come_with_a_summary_and_a_hint(code, known, lines, cause, 
         (127, "", [], "see the end of the log"),
         (127, "", ["[node] rank 0 did not start: No such file or directory: x"], "--image"),
         (126, "", ["[node] rank 0 did not start: Permission denied: ./x"], "chmod"),
+        (126, "", ["[node] rank 0 did not start: Address already in use: port 29500"], "listens on port 29500"),
         (137, "out of memory", [], "--memory 8g"),
         (137, "out of memory in a child", [], "DataLoader workers"),
         (137, "node stopped", [], "orchestrate stop"),
@@ -324,12 +325,7 @@ def test_a_hint_must_say_what_to_do(code, known, lines, hint):
 @pytest.mark.parametrize(
     ("code", "known", "lines", "hint"),
     [
-        (
-            1,
-            "",
-            ["ModuleNotFoundError: No module named 'a.b_c'"],
-            "a.b_c is neither in your folder nor installed",
-        ),
+        (1, "", ["ModuleNotFoundError: No module named 'a.b_c'"], "a.b_c is neither in your folder nor installed"),
         (1, "", ["OSError: [Errno 30] Read-only file system: 'x'"], "workers run as your user"),
         (1, "", ["[rank1]: FileNotFoundError: [Errno 2] No such file or directory: 'a'"], "paths are relative to"),
         (127, "", ["[node] rank 0 did not start: No such file or directory: x"], "PATH"),

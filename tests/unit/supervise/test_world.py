@@ -22,7 +22,7 @@ STRICT = JobSpec(trainers=2, grace=0.01, require_communication=True)
     [
         ([ALONE, ALONE], True),
         ([ALONE, TOGETHER], False),
-        ([TOGETHER, ALONE], True),  # rank 0 hosts the store, to which all connect
+        ([TOGETHER, ALONE], True),  # rank 0 may host the store, to which all connect
         ([ALONE, dataclasses.replace(ALONE, exchanged=0, connected=0.0)], True),
         ([ALONE, dataclasses.replace(ALONE, connected=0.5)], None),  # it may just have begun
         ([ALONE, dataclasses.replace(ALONE, sampled=1.0)], None),
