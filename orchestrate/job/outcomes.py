@@ -71,7 +71,7 @@ class Reason(TextEnum):
 
 CAUSES = {
     Reason.ERROR: "the worker itself failed with an error",
-    Reason.SCRIPT: "the script cannot be loaded: a missing module or file, or a syntax error",
+    Reason.SCRIPT: "the script cannot run: a missing module, or, before any progress, an error such as `NameError`",
     Reason.USAGE: "the script rejected its arguments (exit code 2, 64 or 78)",
     Reason.NOT_STARTED: "the worker could not be started (exit code 126 or 127)",
     Reason.NO_SUCH_FILE: "the script opened a file that does not exist",

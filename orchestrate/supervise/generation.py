@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 
 from orchestrate.engines.base import Stop
 from orchestrate.errors import EngineError
@@ -11,6 +12,7 @@ from orchestrate.job.outcomes import LOST_EXIT_CODE, Cause, GenerationResult, Ob
 from orchestrate.job.plan import Plan
 from orchestrate.supervise import hang
 from orchestrate.supervise.diagnosis import PEER_FAILURE_WINDOW, TIMEOUT, diagnose, find_root_cause, is_peer_failure
+from orchestrate.supervise.job_files import CONTEXT
 from orchestrate.supervise.nodes import Nodes
 from orchestrate.supervise.policy import CRASH_LOOP_SECONDS
 from orchestrate.supervise.running import ENGINE_TIMEOUT, Running
@@ -20,6 +22,7 @@ from orchestrate.supervise.world import WorldCheck
 BY_USER, BY_MAX_RUN = "stopped by the user", "max_run was reached"
 FAILED, RESCALED, REMOVED = "a worker failed", "a node is back", "its run directory was removed"
 PARTITION_TIMEOUT = 5.0  # seconds that a node may be disconnected from the network
+LOADED_SECONDS = 600.0  # a script that has run for longer can be loaded, even if it reports no progress
 DUMP_TIMEOUT = 15.0  # seconds for workers to print their stacks, even on a busy machine
 MAX_ENGINE_LOSSES = 50  # number of times that the engine may be lost during one generation
 # Seconds after a failure until workers on GPUs are killed: a worker that waits in NCCL does not handle SIGTERM.
@@ -320,8 +323,9 @@ class Generation:
                 known = Reason.ENGINE_LOST
         if self.engine_lost and known in (Reason.NODE_LOST, Reason.NODE_STOPPED):
             known = Reason.ENGINE_LOST
-        last_lines, log = self.files.last_lines(exit.rank), str(self.files.log(exit.rank))
-        return diagnose(self.plan, exit, known, last_lines, log, self.nodes.hosts.get(node, ""))
+        last_lines, context = self.files.last_lines(exit.rank), self.files.last_lines(exit.rank, CONTEXT)
+        log, host = str(self.files.log(exit.rank)), self.nodes.hosts.get(node, "")
+        return diagnose(self.plan, exit, known, last_lines, log, host, context)
 
     def _result(self, outcome: Outcome, why: str, cause: Cause | None = None) -> GenerationResult:
         lasted = self.clock.monotonic() - self.started
@@ -333,6 +337,9 @@ class Generation:
             progress = self.saves.happened
         else:
             progress = lasted > CRASH_LOOP_SECONDS  # the script writes neither metrics nor checkpoints
+        trained = step > self.furthest or self.saves.happened or lasted > LOADED_SECONDS
+        if cause and cause.cause == Reason.SCRIPT and trained:
+            cause = replace(cause, cause=Reason.ERROR)
         return GenerationResult(
             generation=self.plan.generation,
             outcome=outcome,

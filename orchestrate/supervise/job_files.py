@@ -23,6 +23,7 @@ from orchestrate.job.report import Written
 from orchestrate.view.progress import Progress
 
 LAST_LINES, MAX_WIDTH = 12, 2000  # lines of a failed worker that are reported, and characters of each
+CONTEXT = 300  # lines of a failed worker in which its error is searched
 MAX_METRICS_READ = 8 << 20  # bytes of metrics.jsonl per read
 MAX_ROWS = 100_000  # last lines of metrics.jsonl that go into the report
 MAX_PRINTED = 100  # metrics in the output of rank 0 that are kept
@@ -47,9 +48,9 @@ class JobFiles:
         """Whether the run directory was removed; nodes cannot do that."""
         return not os.path.lexists(self.paths.shared)
 
-    def last_lines(self, rank: int) -> list[str]:
+    def last_lines(self, rank: int, count: int = LAST_LINES) -> list[str]:
         """Return the last lines of a worker in this generation, truncated, since events store them permanently."""
-        lines = logs.last_lines(self.text(rank), self.generation, LAST_LINES)
+        lines = logs.last_lines(self.text(rank), self.generation, count)
         return [line if len(line) <= MAX_WIDTH else f"{line[: MAX_WIDTH - 1]}…" for line in lines]
 
     def text(self, rank: int) -> str:

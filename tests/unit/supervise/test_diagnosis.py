@@ -8,7 +8,9 @@ from support.plans import HERE, plan
 from orchestrate.job.logs import last_lines
 from orchestrate.job.outcomes import CAUSES, ObservedExit, Reason, WorkerExit
 from orchestrate.job.spec import JobSpec
-from orchestrate.supervise.diagnosis import BY_ENGINE, diagnose, find_root_cause, is_peer_failure
+from orchestrate.supervise import diagnosis
+from orchestrate.supervise.diagnosis import diagnose, find_root_cause, is_peer_failure
+from orchestrate.supervise.symptoms import IN_ERRORS, IN_LINES
 
 GLOO = "RuntimeError: [gloo/transport/tcp/pair.cc:547] Connection closed by peer [172.18.0.3]:31337"
 RESET = "RuntimeError: [gloo/transport/tcp/buffer.cc:58] Read error [172.18.0.3]: Connection reset by peer"
@@ -254,7 +256,7 @@ def test_other_last_lines_must_not_count_as_complaints(lines):
         (137, "node lost", [], "node lost", "was lost with its node, which exited"),
         (137, "partition", [], "partition", "was cut off from the job's network"),
         (137, "engine lost", [], "engine lost", "was lost while the engine was unavailable"),
-        (143, "timeout", [], "timeout", "did not join a collective in time"),
+        (143, "timeout", [], "timeout", "did not join a collective in time, and its peers timed out"),
         (0, "left early", [], "left early", "exited while the others were still communicating with it (exit code 0)"),
     ],
 )
@@ -272,7 +274,6 @@ def test_a_cause_must_come_with_a_summary_and_a_hint(code, known, lines, cause, 
         (1, "", ["/usr/bin/python: No module named nonesuch"], "nonesuch is neither in your folder nor in the image"),
         (1, "", ["ModuleNotFoundError: No module named 'lightning'"], "install it with --pip lightning"),
         (1, "", ["ModuleNotFoundError: No module named 'cv2'"], "install it with --pip opencv-python-headless"),
-        (1, "", ["ModuleNotFoundError: No module named 'a.b_c'"], "install it with --pip or --requirements"),
         (1, "", ["ModuleNotFoundError: Requirement 'requests>=2' not met. HINT: x"], "install it with --pip requests"),
         (1, "", ["RuntimeError: To use Fabric, you must call `.launch()` or use the CLI"], "-e LT_CLI_USED=1"),
         (2, "", ["python: can't open file '/workspace/x.py'"], "in the folder in which you started the job"),
@@ -330,7 +331,7 @@ def test_a_hint_must_say_what_to_do(code, known, lines, hint):
         (1, "", ["[rank1]: FileNotFoundError: [Errno 2] No such file or directory: 'a'"], "paths are relative to"),
         (127, "", ["[node] rank 0 did not start: No such file or directory: x"], "PATH"),
         (137, "out of memory", [], "this machine ran out of memory"),
-        (1, "", ["DataLoader worker (pid 9) is killed by signal: Killed."], "this machine ran out of memory"),
+        (1, "", ["DataLoader worker (pid 9) is killed by signal: Killed."], "use fewer DataLoader workers"),
     ],
 )
 def test_a_hint_must_fit_local_processes(code, known, lines, hint):
@@ -367,6 +368,11 @@ def test_a_failing_gpu_must_not_be_diagnosed_as_a_job_without_gpus():
     assert diagnose(plan, WorkerExit(1, 1), None, ["RuntimeError: No CUDA GPUs are available"], "log").cause == "error"
 
 
+def test_the_exit_code_of_our_own_sigterm_must_not_look_like_a_cause():
+    assert "143" not in diagnose(PLAN, WorkerExit(1, 143), Reason.TIMEOUT, [], "log").summary
+    assert "143" in diagnose(PLAN, WorkerExit(1, 143), None, [], "log").summary
+
+
 def test_a_cause_must_name_the_worker_its_node_and_its_host():
     result = diagnose(PLAN, WorkerExit(2, 3), None, ["one", "two"], "rank-2.log", "gpu-box")
     assert (result.rank, result.node, result.exit_code) == (2, "trainer-2", 3)
@@ -375,12 +381,8 @@ def test_a_cause_must_name_the_worker_its_node_and_its_host():
 
 
 def test_every_cause_must_be_listed():
-    from orchestrate.supervise import diagnosis
-
-    named = {kind for _, kind, _ in [*diagnosis.BY_LINE, *diagnosis.BY_ERROR]} | {
-        kind for kind, _ in diagnosis.BY_CODE.values()
-    }
-    assert named | set(BY_ENGINE) | set(diagnosis.SUMMARY) <= set(CAUSES)
+    named = {symptom.cause for symptom in IN_LINES + IN_ERRORS} | {kind for kind, _ in diagnosis.BY_CODE.values()}
+    assert named | set(diagnosis.BY_ENGINE) | set(diagnosis.SUMMARY) <= set(CAUSES)
 
 
 def test_a_missing_program_must_be_distinguished_from_a_missing_file():

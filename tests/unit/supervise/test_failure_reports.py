@@ -55,6 +55,19 @@ def test_import_time_must_not_count_as_progress(job, slow, starts):
     assert engine.calls.count("start") == starts
 
 
+@pytest.mark.parametrize("error", ["ModuleNotFoundError: No module named 'x'", "AttributeError: no", "NameError: x"])
+@pytest.mark.parametrize(
+    ("step", "seconds", "cause", "starts"),
+    [(0, 1, "script", 1), (0, 590, "script", 1), (0, 610, "error", 2), (7, 1, "error", 2)],
+)
+def test_a_script_with_an_error_must_be_retried_only_after_progress(job, error, step, seconds, cause, starts):
+    engine = RecordingEngine([*[[]] * (seconds * 10), [WorkerExit(1, 1)]], [ALL_WELL])
+    job.paths.log(1).write_text(f"{error}\n")
+    job.paths.metrics.write_text(json.dumps({"step": step}) + "\n" if step else "")
+    job.run(engine, JobSpec(trainers=2, grace=0.01, hang_after=0))
+    assert job.causes() == [(1, cause)] and engine.calls.count("start") == starts
+
+
 @pytest.mark.parametrize("saves", [True, False])
 def test_a_new_checkpoint_must_count_as_progress_without_metrics(job, saves):
     engine = RecordingEngine(*[[KILLED]] * 4, [ALL_WELL])
