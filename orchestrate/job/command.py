@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import argparse
 import re
+from pathlib import PurePath
 from typing import Any, NoReturn
 
 from orchestrate.errors import UsageError
 
 PYTHON = re.compile(r"python(3(\.[0-9]+)?)?")
-LAUNCHERS = ("torch.distributed.run", "torch.distributed.launch")
+RUN, LAUNCH = "torch.distributed.run", "torch.distributed.launch"
+OTHER_LAUNCHERS = {  # how a command begins that starts workers of its own, and the flag with which it joins other nodes
+    ("accelerate", "launch"): "--machine_rank",
+    ("-m", "accelerate.commands.launch"): "--machine_rank",
+    ("-m", "accelerate.commands.accelerate_cli", "launch"): "--machine_rank",
+    ("deepspeed",): "--node_rank",
+    ("-m", "deepspeed.launcher.runner"): "--node_rank",
+    ("fabric", "run"): "--node-rank",
+    ("horovodrun",): "",
+    ("mpiexec",): "",
+    ("mpirun",): "",
+}
 # Flags of torchrun (torch 2.15) for what the orchestrator does itself: rendezvous, logs and monitoring of workers.
 IGNORED_FLAGS = [
     "--duplicate-stderr-filters",
@@ -50,11 +62,20 @@ def read(words: tuple[str, ...]) -> tuple[tuple[str, ...], dict[str, Any]]:
         return _torchrun(words[1:])
     if PYTHON.fullmatch(words[0]):
         rest = words[2:] if words[1:2] == ("-u",) else words[1:]
-        if rest[:1] == ("-m",) and rest[1:2] and rest[1] in LAUNCHERS:
-            return _torchrun(rest[2:])
+        if rest[:2] in (("-m", RUN), ("-m", LAUNCH)):
+            return _torchrun(rest[2:], legacy=rest[1] == LAUNCH)
         if rest and (rest[0] == "-m" or (rest[0].endswith(".py") and not rest[0].startswith("-"))):
             return rest, {}
     return words, {}
+
+
+def other_launcher(words: tuple[str, ...]) -> str:
+    """Return the launcher that a command runs, if its workers would know nothing of other nodes; otherwise empty."""
+    named = (PurePath(words[0]).name, *words[1:])
+    for start, joins in OTHER_LAUNCHERS.items():
+        if named[: len(start)] == start and not any(joins and word.partition("=")[0] == joins for word in words):
+            return "python " * (start[0] == "-m") + " ".join(start)
+    return ""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -62,7 +83,8 @@ class _Parser(argparse.ArgumentParser):
         raise UsageError(f"torchrun: {message}", HINT)
 
 
-def _torchrun(words: tuple[str, ...]) -> tuple[tuple[str, ...], dict[str, Any]]:
+def _torchrun(words: tuple[str, ...], legacy: bool = False) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """Parse torchrun's flags, or those of its `legacy` form, which passes the script its local rank as an argument."""
     parser = _Parser(prog="torchrun", add_help=False)
     parser.add_argument("--nnodes", type=_nodes, default={})
     parser.add_argument("--nproc-per-node", "--nproc_per_node", type=_workers, default={})
@@ -70,6 +92,11 @@ def _torchrun(words: tuple[str, ...]) -> tuple[tuple[str, ...], dict[str, Any]]:
     parser.add_argument("--standalone", action="store_true")
     parser.add_argument("-m", "--module", action="store_true")
     parser.add_argument("--no-python", "--no_python", action="store_true")
+    parser.add_argument(
+        "--run-path", "--run_path", action="store_true"
+    )  # in torchrun's own process, of which we have none
+    if legacy:
+        parser.add_argument("--use-env", "--use_env", action="store_true")
     for flag in IGNORED_FLAGS:
         names = {flag, f"--{flag[2:].replace('-', '_')}"} | ({SHORT_FLAGS[flag]} if flag in SHORT_FLAGS else set())
         parser.add_argument(*sorted(names), dest="ignored")
@@ -85,6 +112,8 @@ def _torchrun(words: tuple[str, ...]) -> tuple[tuple[str, ...], dict[str, Any]]:
     keys = {**({"trainers": 0} if found.standalone else {}), **found.nnodes, **found.nproc_per_node}
     if found.max_restarts is not None:
         keys["max_restarts"] = found.max_restarts
+    if legacy and not found.use_env:
+        rest = (rest[0], "--local-rank=$LOCAL_RANK", *rest[1:])
     if found.module:
         return ("-m", *rest), keys
     if found.no_python or rest[0].endswith(".py"):

@@ -125,6 +125,12 @@ class Plan:
         """Number of workers."""
         return len(self.workers)
 
+    @property
+    def _is_open(self) -> bool:
+        """Whether torch's store can be reached from other machines: rank 0 would listen on all interfaces."""
+        hosted = self.workers[0].env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        return self.placement.network in ("", "host") and not (hosted and self.master_addr == "127.0.0.1")
+
     def to_json(self) -> str:
         """The plan as JSON, for `plan.json`, without the values of secrets."""
         hide = Mask(self.workers[0].env, self.secrets)
@@ -147,7 +153,7 @@ class Plan:
             + backend
             + (f", on {self.placement.cluster}" if self.placement.cluster else ""),
             f"{self.inventory.about}, master at {self.master_addr}:{self.port}"
-            + (" (open on all interfaces), " if self.placement.network in ("", "host") else ", ")
+            + (" (open on all interfaces), " if self._is_open else ", ")
             + (pluralize(int(threads), "thread") if threads.isdecimal() else f"{threads} threads")
             + " per worker"
             + (f", {format_bytes(self.limits.memory)} of memory per node" if self.limits.memory else "")

@@ -19,7 +19,7 @@ from orchestrate.engines.base import Engine
 from orchestrate.errors import OrchestrateError, UsageError
 from orchestrate.files import folder, lock, log_file, records
 from orchestrate.files.paths import JobPaths
-from orchestrate.job import report, store, strict_yaml, usage
+from orchestrate.job import command, report, store, strict_yaml, usage
 from orchestrate.job.events import OURS, Event, JobEnded, NodesDown, SupervisorStarted
 from orchestrate.job.logs import Follower
 from orchestrate.job.outcomes import JobResult, Outcome
@@ -53,6 +53,11 @@ def check_script(spec: JobSpec) -> JobSpec:
     is_python = of_python(spec.command)
     if not script:
         raise UsageError("the script name is empty", "use -- SCRIPT ARGS, or -- -m MODULE ARGS")
+    if launcher := command.other_launcher(spec.command):
+        raise UsageError(
+            f"{launcher} starts workers of its own, which know nothing of the other nodes",
+            "leave it out: python -m orchestrate run SCRIPT.py ARGS",
+        )
     if script.startswith("-"):
         if script != "-m" or len(spec.command) < 2:
             raise UsageError(
@@ -97,13 +102,8 @@ def check_script(spec: JobSpec) -> JobSpec:
 
 
 def _check_program(spec: JobSpec) -> None:
-    """Raise UsageError for a shell with a script that does not exist, and for a launcher that would train alone."""
+    """Raise UsageError for a shell with a script that does not exist."""
     shell, *words = spec.command
-    if Path(shell).name == "accelerate" and words[:1] == ["launch"] and "--machine_rank" not in spec.command:
-        raise UsageError(
-            "accelerate launch starts workers of its own, which know nothing of the other nodes",
-            "leave it out: python -m orchestrate run SCRIPT.py ARGS",
-        )
     if Path(shell).name in SHELLS and words and not words[0].startswith(("-", "/")) and not Path(words[0]).exists():
         raise UsageError(f"the script {words[0]} does not exist", f"paths are relative to {Path.cwd()}")
 

@@ -45,7 +45,8 @@ def module(name: str, plan: Plan) -> str:
     top, _, rest = name.partition(".")
     code = Path(plan.placement.code)
     if _holds(code, top):
-        return "" if rest else f"{top} is in your folder, but Python searches the script's: {_from_here(plan, code)}"
+        start = f", or start it with {as_module(plan)}" if as_module(plan) else ""
+        return "" if rest else f"{top} is in your folder, but Python searches the script's: -e PYTHONPATH=.{start}"
     for folder in _folders(code):
         if _holds(code / folder, top):
             return f"{top} is in {folder}/, which Python does not search: -e PYTHONPATH={folder}"
@@ -55,6 +56,14 @@ def module(name: str, plan: Plan) -> str:
             f"{name} is neither in your folder nor {where}: install it with --pip {shlex.quote(PROJECTS[top] or top)}"
         )
     return ""
+
+
+def as_module(plan: Plan) -> str:
+    """Return the options that start a script in a folder of the job's as a module of it; empty if that is not one."""
+    script = Path(plan.command[0])
+    parts = script.with_suffix("").parts
+    is_module = script.suffix == ".py" and len(parts) > 1 and all(part.isidentifier() for part in parts)
+    return f"-m {'.'.join(parts)}" if is_module else ""
 
 
 def file(path: str, plan: Plan) -> str:
@@ -76,15 +85,6 @@ def file(path: str, plan: Plan) -> str:
 
 def _data(path: str) -> str:
     return f"--data data={path} makes it available at $DATA_DATA"
-
-
-def _from_here(plan: Plan, code: Path) -> str:
-    """How a script in a folder below `code` is started so that modules of `code` are found."""
-    script = Path(plan.command[0])
-    parts = script.with_suffix("").parts
-    if script.suffix == ".py" and len(parts) > 1 and all(part.isidentifier() for part in parts):
-        return f"-e PYTHONPATH=., or start it with -m {'.'.join(parts)}"
-    return "-e PYTHONPATH=."
 
 
 def _holds(folder: Path, name: str) -> bool:

@@ -131,6 +131,7 @@ IN_ERRORS = [
         Reason.SCRIPT,
         "the script is a module of a package: start it with -m PACKAGE.MODULE",
         "ImportError: attempted relative import with no known parent package",
+        exact=lambda match, plan: (way := missing.as_module(plan)) and f"start the script with {way}",
     ),
     Symptom(
         r"Requirement '([\w-]+)[^']*' not met",

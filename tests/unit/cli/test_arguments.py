@@ -82,7 +82,11 @@ def test_dashes_in_the_jobs_command_must_be_passed_through():
         ("torchrun --rdzv-backend c10d --rdzv_endpoint a:1 --node_rank 0 -r 3 --tee 3 train.py", "train.py", {}),
         ("torchrun --nproc-per-node 2 -- train.py a", "train.py a", {"nproc_per_node": "2"}),
         ("python -m torch.distributed.run --nnodes 2 train.py", "train.py", {"trainers": 1}),
-        ("python3 -u -m torch.distributed.launch --nproc_per_node 2 train.py", "train.py", {"nproc_per_node": "2"}),
+        ("torchrun --run-path /a/train.py", "/a/train.py", {}),
+        ("python3 -u -m torch.distributed.launch --nproc_per_node 2 --use_env a.py", "a.py", {"nproc_per_node": "2"}),
+        ("python -m torch.distributed.launch --use-env -m a.b c", "-m a.b c", {}),
+        ("python -m torch.distributed.launch a.py b", "a.py --local-rank=$LOCAL_RANK b", {}),
+        ("python -m torch.distributed.launch -m a.b c", "-m a.b --local-rank=$LOCAL_RANK c", {}),
     ],
 )  # fmt: skip
 def test_a_command_must_mean_what_it_means_to_torchrun(arguments, read, asked):
@@ -246,6 +250,8 @@ def here(tmp_path, monkeypatch):
         ("bash go", "bash go"),
         ("bash -c go", "bash -c go"),
         ("accelerate launch --machine_rank 0 a.py", "accelerate launch --machine_rank 0 a.py"),
+        ("deepspeed --node_rank=0 a.py", "deepspeed --node_rank=0 a.py"),
+        ("-m deepspeed.tools a", "-m deepspeed.tools a"),
         ("bash /image/go", "bash /image/go"),
         ("seq 2", "seq 2"),  # as a shell would run it
         ("./seq 2", "./seq 2"),
@@ -267,6 +273,10 @@ def test_a_program_must_be_found_in_the_folder_or_left_to_the_image(here, argume
         ("/bin/zsh none.sh", "the script none.sh does not exist", "paths are relative to"),
         ("sh none.sh", "the script none.sh does not exist", "paths are relative to"),
         ("/bin/accelerate launch a.py", "accelerate launch starts workers of its own", "run SCRIPT.py"),
+        ("python -m accelerate.commands.launch a.py", "accelerate.commands.launch starts workers of", "run SCRIPT.py"),
+        ("deepspeed a.py", "deepspeed starts workers of its own", "run SCRIPT.py"),
+        ("mpirun -np 2 a.py", "mpirun starts workers of its own", "run SCRIPT.py"),
+        ("fabric run a.py", "fabric run starts workers of its own", "run SCRIPT.py"),
         ("-m notes.py", "-m takes a module, but notes.py is a file", "remove -m"),
         ("loop.py", "the script 'loop.py' cannot be read: Symlink loop", "check the path"),
         ("''", "name is empty", "SCRIPT ARGS"),

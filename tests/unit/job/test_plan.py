@@ -101,9 +101,7 @@ def test_the_plan_must_show_that_a_job_uses_the_host_network():
     assert "master at master:29500 (open on all interfaces), 8 threads per worker\n" in local
     site = HERE.but(network="host", master_addr="127.0.0.1", interface="lo")
     planned = plan(JobSpec(trainers=0, network="host"), site, "a-1")
-    assert "master at 127.0.0.1:29500 (open on all interfaces), 8 threads per worker, on the host network\n" in str(
-        planned
-    )
+    assert "master at 127.0.0.1:29500, 8 threads per worker, on the host network\n" in str(planned)
     assert planned.workers[0].env["GLOO_SOCKET_IFNAME"] == "lo"
     without_master = plan(JobSpec(trainers=1), site, "a-1", nodes=("trainer-1",))
     assert without_master.workers[0].env["MASTER_ADDR"] == "127.0.0.1"

@@ -116,6 +116,12 @@ def test_a_missing_module_must_be_looked_for_in_the_folder(tmp_path, made, comma
     assert cause == "script" and found.endswith(hint)
 
 
+def test_a_script_of_a_package_must_be_started_as_its_module():
+    error = "ImportError: attempted relative import with no known parent package"
+    assert told(error, "pkg/train.py --lr 1")[1] == "start the script with -m pkg.train"
+    assert told(error, "pkg-1/train.py")[1].endswith("start it with -m PACKAGE.MODULE")
+
+
 def test_no_project_must_be_named_that_anybody_could_have_published():
     for name in ("apex", "clip", "nonesuch"):
         for engine in ("docker", "process"):
