@@ -68,8 +68,10 @@ def check_script(spec: JobSpec) -> JobSpec:
             raise UsageError(f"-m takes a module, but {module} is a file", "remove -m")
         return spec
     try:
-        path = Path(script).resolve()
+        given = Path(script)
+        path = given.resolve()
         found = path.is_file()
+        path = given.parent.resolve() / given.name if given.name else path  # a link stays one
     except (OSError, RuntimeError, ValueError) as error:  # too long, a loop of links, or not encodable
         raise UsageError(f"the script {strict_yaml.shown(script)} cannot be read: {error}", "check the path") from None
     inside = path.is_relative_to(Path.cwd().resolve())

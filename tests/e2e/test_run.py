@@ -277,6 +277,20 @@ def test_links_and_pipes_that_a_script_creates_must_not_reach_files_of_the_host(
     )
 
 
+def test_a_script_that_is_a_link_must_see_its_own_name_and_the_files_beside_it(ready, engine):
+    for folder in ("shared", "mine"):
+        (ready.folder / folder).mkdir()
+    (ready.folder / "shared" / "real.py").write_text(
+        "import os, sys\nprint(os.path.basename(__file__), os.path.basename(sys.argv[0]))\n"
+        "print(open(os.path.join(os.path.dirname(__file__), 'config')).read())\n"
+    )
+    (ready.folder / "mine" / "config").write_text("of the link")
+    (ready.folder / "mine" / "train.py").symlink_to("../shared/real.py")
+    done = run(ready, engine, "--", "mine/train.py")
+    assert done.returncode == 0, done.stderr
+    assert ready.log(0) == "train.py train.py\nof the link\n"
+
+
 def test_the_users_own_app_must_take_precedence_over_the_projects(cli, engine):
     (cli.folder / "app").mkdir()
     (cli.folder / "app" / "__init__.py").touch()

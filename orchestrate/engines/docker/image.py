@@ -60,6 +60,7 @@ def inventory(daemon: Daemon, spec: JobSpec, run: Path, run_image: bool) -> tupl
         volumes(daemon, spec.image)  # raises ResourceError for unsupported volumes
     code = code_folder(spec.command)
     _check_access(spec, code)
+    mounts.check_link(spec.command[0], code)
     python = probe.python(daemon, spec.image, run) if run_image else "python"
     modules = preload(spec, code)
     offered = Offer(why=NO_TOOLKIT)

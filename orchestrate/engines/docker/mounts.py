@@ -49,6 +49,18 @@ def inodes(run: Path, code: Path) -> dict[str, int]:
         ) from None
 
 
+def check_link(script: str, code: Path) -> None:
+    """Raise UsageError if the script is a link that leads out of the code folder, or may, as an absolute path does."""
+    path = code / script
+    if path.is_symlink():
+        target = path.readlink()
+        if target.is_absolute() or not path.resolve().is_relative_to(code.resolve()):
+            raise UsageError(
+                f"nodes cannot follow the link {script} to {target}",
+                "use a relative link to a file in this folder (ln -sr), a copy, or --engine process",
+            )
+
+
 def node_mounts(run: Path, code: Path, command: tuple[str, ...] = ()) -> list[dict[str, Any]]:
     """Return the mount of a job's or cluster's files, and the masks in its code folder.
 

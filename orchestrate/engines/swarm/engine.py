@@ -8,6 +8,7 @@ from pathlib import Path
 
 from orchestrate.engines.base import JobState
 from orchestrate.engines.docker.image import ensure_image
+from orchestrate.engines.docker.mounts import check_link
 from orchestrate.engines.swarm import service_spec
 from orchestrate.engines.swarm.manager import Manager, gpus, total_gpus
 from orchestrate.engines.swarm.session import SwarmSession
@@ -39,6 +40,7 @@ class SwarmEngine:
         """Count hosts, cores and GPUs; raises ResourceError if something is missing."""
         self._check(spec)
         code = code_folder(spec.command)
+        check_link(spec.command[0], code)
         code_files(code, run.parent.parent)  # raises ResourceError if they are too large
         hosts = self.manager.candidate_hosts(spec)
         nodes = spec.trainers + 1

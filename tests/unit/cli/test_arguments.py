@@ -291,6 +291,17 @@ def test_a_file_that_is_not_a_program_must_be_refused(here, arguments, why, hint
     assert hint in found.value.hint
 
 
+@pytest.mark.parametrize("target", ["{here}/real.py", "../elsewhere.py", "folder/deep.py"])
+def test_a_script_that_is_a_link_must_run_under_its_own_name(here, target):
+    for path in (here / "real.py", here.parent / "elsewhere.py", here / "folder" / "deep.py"):
+        path.touch()
+    (here / "a").mkdir()
+    for place, name in ((here, "train.py"), (here / "a", "train.py")):
+        (place / name).symlink_to(target.format(here=here) if place == here else f"../{name}")
+    assert launch.check_script(resolve({"command": "train.py"})).command == ("train.py",)
+    assert launch.check_script(resolve({"command": f"{here}/a/../a/train.py x"})).command == ("a/train.py", "x")
+
+
 def test_packages_of_a_file_and_of_options_must_all_be_installed(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "packages.txt").write_text("one\n")

@@ -9,7 +9,7 @@ import pytest
 from support.ends import listening
 
 from orchestrate.engines.docker import mounts as mounts_module
-from orchestrate.engines.docker.mounts import masks
+from orchestrate.engines.docker.mounts import check_link, masks
 from orchestrate.engines.swarm.upload import code_files
 from orchestrate.errors import EngineError, UsageError
 from orchestrate.files import mountinfo, private, records
@@ -281,3 +281,29 @@ def test_folders_must_be_identified_by_inode_and_a_replaced_run_directory_refuse
     paths.shared.mkdir(parents=True)
     with pytest.raises(EngineError, match="not created by this account"):
         mounts_module.inodes(paths.shared, code)
+
+
+@pytest.mark.parametrize(
+    ("link", "target", "follows"),
+    [
+        ("train.py", "src/main.py", True),
+        ("a/train.py", "../src/main.py", True),
+        ("train.py", "{code}/src/main.py", False),
+        ("train.py", "../main.py", False),
+        ("train.py", "loop.py", False),
+    ],
+)
+def test_a_script_that_is_a_link_must_be_one_that_nodes_can_follow(tmp_path, link, target, follows):
+    code = tmp_path / "code"
+    for path in (code / "src" / "main.py", code / "a" / "x", tmp_path / "main.py"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    (code / "loop.py").symlink_to("/none/loop.py")
+    (code / link).symlink_to(target.format(code=code))
+    if follows:
+        check_link(link, code)
+        check_link("src/main.py", code)
+    else:
+        with pytest.raises(UsageError, match=f"nodes cannot follow the link {link} to ") as error:
+            check_link(link, code)
+        assert "ln -sr" in error.value.hint
