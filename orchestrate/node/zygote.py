@@ -4,8 +4,7 @@
 
 A separate program that uses only the standard library, since workers inherit what it imports. It reports over the
 socket whether it is ready. After that, each message describes a worker to start, `{"command", "env", "cwd"}`, with the
-descriptors of its output and, if it has one, of its input; the answer is the worker's process id. The worker becomes a
-child of the node, which reaps it.
+descriptors of its output and, if it has one, its input; the answer is its process id. The node adopts and reaps it.
 
 Modules of the job's folder are imported only after the node sends `GO`, when its network has the filter. Nothing else
 is imported from there. Each worker reads its own message, so its content, such as a secret in the environment, is never
@@ -44,12 +43,12 @@ from typing import Any, NoReturn
 MAX_MESSAGE = 1 << 20  # bytes of a message
 GO, READ = b"g", b"r"
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_NAME = 1, 4, 15  # of Linux' prctl(2)
+MAX_EXIT = 10.0  # seconds in which a failed script must have ended, or in the grace period if that is shorter
 LOST_OUTPUT = 120  # Python's exit code if it cannot flush stdout or stderr
 DEVICES = ("/dev/nvidiactl", "/dev/dxg")  # one of them exists if there are GPUs; the latter on WSL
 UNIFIED = "/dev/nvidia-uvm"  # the device for unified memory
 PRELOADED: set[str] = set()  # the modules that were imported before the fork
 libc = ctypes.CDLL(None)
-
 ENVIRONMENT = dict(os.environ)  # before an imported module changes it
 
 # Variables that take effect when an interpreter or a library starts; a worker with other values is not forked.
@@ -158,12 +157,9 @@ def become(command: list[str], env: dict[str, str], cwd: str, node: int, output:
     for path in (os.devnull, env.get("WORKER_STDIN", "")):
         with contextlib.suppress(OSError), open(path, "rb") as file:  # the job may have removed it
             os.dup2(file.fileno(), 0)
-    for descriptor in stdin:
-        os.dup2(descriptor, 0)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    for descriptor in (output, *stdin):
-        os.close(descriptor)
+    for number, descriptor in [*((0, each) for each in stdin), (1, output), (2, output)]:
+        os.dup2(descriptor, number)
+    os.close(output)
     os.chdir(cwd)
     if cores := env.get("WORKER_CORES"):
         with contextlib.suppress(Exception):  # not numbers, or not allowed
@@ -239,10 +235,8 @@ def execute(command: list[str]) -> None:
 
 def status(code: object) -> int:
     """The exit code for an argument of `sys.exit`, which is printed if it is not a number."""
-    if code is None:
-        return 0
-    if isinstance(code, int):
-        return (code if -(1 << 63) <= code < 1 << 63 else -1) & 0xFF  # -1 for numbers that do not fit into a C long
+    if code is None or isinstance(code, int):
+        return ((code or 0) if -(1 << 63) <= (code or 0) < 1 << 63 else -1) & 0xFF  # -1 if it does not fit a C long
     with contextlib.suppress(Exception):
         sys.stderr.write(f"{code}\n")
     return 1
@@ -269,6 +263,8 @@ def finish(code: int) -> NoReturn:
     change the exit code; output that cannot be written does.
     """
     try:
+        if code:
+            threading.Thread(target=end_soon, args=(code,), daemon=True).start()
         for step in (threading._shutdown, atexit._run_exitfuncs):  # type: ignore[attr-defined]
             run_step(step)
         if not flush_output():
@@ -278,6 +274,13 @@ def finish(code: int) -> NoReturn:
             run_step(step)
     finally:
         os._exit(code)
+
+
+def end_soon(code: int) -> None:
+    """End a failed script that its threads, exit handlers or child processes keep from ending."""
+    time.sleep(min(MAX_EXIT, float(ENVIRONMENT.get("NODE_GRACE") or MAX_EXIT)))
+    os.write(2, b"ended a script that had failed; its threads or child processes were still running\n")
+    os._exit(code)
 
 
 def reset_signals() -> None:
@@ -308,8 +311,7 @@ def report(error: BaseException, thing: object) -> None:
     what = {"exc_type": type(error), "exc_value": error, "exc_traceback": error.__traceback__}
     with contextlib.suppress(BaseException):
         if sys.unraisablehook is not sys.__unraisablehook__:
-            hook: Callable[[Any], object] = sys.unraisablehook
-            hook(types.SimpleNamespace(**what, err_msg=None, object=thing))
+            sys.unraisablehook(types.SimpleNamespace(**what, err_msg=None, object=thing))  # type: ignore[arg-type]
         else:  # Python's own hook accepts only objects that Python creates
             sys.stderr.write(f"Exception ignored in: {thing!r}\n")
             sys.__excepthook__(type(error), error, error.__traceback__)

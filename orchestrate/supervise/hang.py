@@ -16,7 +16,7 @@ STATES = {
 FROZEN = ("T", "t")
 WAITING = ("/torch/distributed/", "/torch/autograd/", "/torch/nn/parallel/")  # code in which a rank waits for others
 _FRAME = re.compile(r'^ *File "(.+)", line (\d+) in (\S+)', re.M)
-_LIBRARY = re.compile(r"/(site|dist)-packages/|/lib/python3|^<frozen")
+_LIBRARY = re.compile(r"/(site|dist)-packages/|/lib/python3|^<frozen|/orchestrate/node/zygote\.py$")
 
 
 @dataclass(frozen=True)

@@ -98,7 +98,7 @@ def test_torchs_store_must_outlive_the_machine_of_rank_0(slurm):
     job = slurm.submit("--", "leaves_first.py")
     eventually(lambda: slurm.state(job) in ("COMPLETED", "FAILED"))
     assert slurm.state(job) == "COMPLETED", slurm.output()
-    assert slurm.log("leaves_first", 1).endswith("made a group\n")
+    assert slurm.log("leaves-first", 1).endswith("made a group\n")
 
 
 def test_variables_and_arguments_must_reach_the_workers_and_secrets_only_from_sbatch(slurm):

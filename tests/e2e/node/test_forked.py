@@ -353,3 +353,27 @@ def test_workers_must_survive_their_zygote_and_later_ones_start_as_fresh_process
     assert warm.out.read_text().count("starting a fresh interpreter for each worker") == 1
     warm.pipe.ask("stop", kill=False)
     assert warm.code(0) == 143
+
+
+@pytest.mark.parametrize(
+    ("left", "fails", "code"),
+    [
+        ("import threading; threading.Thread(target=signal.pause).start()", "raise ValueError('no')", 1),
+        ("import atexit; atexit.register(signal.pause)", "raise ValueError('no')", 1),
+        ("import threading; threading.Thread(target=signal.pause).start()", "sys.exit(3)", 3),
+    ],
+)
+def test_a_script_that_has_failed_must_end_even_if_its_threads_or_exit_handlers_do_not(tmp_path, left, fails, code):
+    node = Waiting(tmp_path, PRELOAD, NODE_GRACE="0.2")
+    assert node.run(0, f"import signal, sys\n{left}\n{fails}") == code
+    assert node.log(0).endswith("ended a script that had failed; its threads or child processes were still running\n")
+    assert ("ValueError: no\n" in node.log(0)) == (code == 1)
+    node.end()
+
+
+def test_a_script_that_has_not_failed_must_have_all_the_time_for_its_threads(tmp_path):
+    node = Waiting(tmp_path, PRELOAD, NODE_GRACE="0.2")
+    late = "def late():\n    time.sleep(0.6)\n    print('done')"
+    assert node.run(0, f"import threading, time\n{late}\nthreading.Thread(target=late).start()") == 0
+    assert node.log(0) == "done\n"
+    node.end()
