@@ -311,7 +311,7 @@ def report(error: BaseException, thing: object) -> None:
     what = {"exc_type": type(error), "exc_value": error, "exc_traceback": error.__traceback__}
     with contextlib.suppress(BaseException):
         if sys.unraisablehook is not sys.__unraisablehook__:
-            sys.unraisablehook(types.SimpleNamespace(**what, err_msg=None, object=thing))  # type: ignore[arg-type]
+            sys.unraisablehook(types.SimpleNamespace(**what, err_msg=None, object=thing))
         else:  # Python's own hook accepts only objects that Python creates
             sys.stderr.write(f"Exception ignored in: {thing!r}\n")
             sys.__excepthook__(type(error), error, error.__traceback__)
