@@ -49,9 +49,10 @@ def test_an_invalid_command_line_must_be_refused(cli, message, arguments):
     check_refused(cli, 2, message, *arguments)
 
 
-def test_a_symbolic_link_out_of_the_folder_must_be_refused(cli):
+@pytest.mark.docker
+def test_a_script_that_is_a_link_out_of_the_folder_must_be_refused_in_containers(cli, docker_engine):
     (cli.folder / "link.py").symlink_to("/etc/passwd")
-    check_refused(cli, 2, "the script link.py is outside", "run", "--", "link.py")
+    check_refused(cli, 2, "nodes cannot follow the link link.py to /etc/passwd", "run", "--engine", "docker", "link.py")
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,8 @@ from support.processes import descendants, gone
 from support.repo import ROOT
 from support.waiting import eventually
 
+from orchestrate.engines.ports import free_port
+
 NODE = str(ROOT / "orchestrate" / "node")
 
 
@@ -272,6 +274,7 @@ def run_static_node(tmp_path, code: str, **env: str) -> subprocess.CompletedProc
     (tmp_path / "script.py").write_text(code)
     settings = {"NODE_MODE": "static", "NODE_RANK": "0", "NNODES": "1", "NODE_NPROC": "2", "MASTER_ADDR": "127.0.0.1"}
     settings |= {"CUDA_VISIBLE_DEVICES": "", "JOB_DIR": str(tmp_path), "NODE_FAILED": str(tmp_path / "failed")}
+    settings["MASTER_PORT"] = str(free_port())
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "PET_"))}
     command = [sys.executable, NODE, str(tmp_path / "script.py")]
     return subprocess.run(command, env=clean | settings | env, capture_output=True, timeout=150)

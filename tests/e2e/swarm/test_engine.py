@@ -126,7 +126,7 @@ class Hosts:
         here = HERE.but(engine="swarm", master_addr="127.0.0.1", interface="lo")
         site = here.but(job_dir="job", code=str(self.code), sent=True)
         more: dict[str, Any] = {"nodes": nodes} if nodes else {}
-        return plan(spec, site, "j", generation=generation, **more)
+        return plan(spec, site, "j", free_port(), generation=generation, **more)
 
     def close(self) -> None:
         for engine in self.sessions:
@@ -249,7 +249,7 @@ def test_nodes_of_a_cluster_must_outlive_a_job_and_keep_its_files_separate(local
     spec = JobSpec(trainers=0, grace=1.0)
     job_plan = local_hosts.plan(spec)
     of_cluster = Site(job_plan.inventory, job_plan.placement).but(cluster="j", job_dir="job/of-a-job")
-    job = plan(spec, of_cluster, "of-a-job")
+    job = plan(spec, of_cluster, "of-a-job", free_port())
     local_hosts.paths = cluster = JobPaths(local_hosts.folder / "runs" / "j")
     cluster.create_cluster(users.nodes_of(spec))
     job_paths = JobPaths(local_hosts.folder / "runs" / "of-a-job")
