@@ -92,9 +92,7 @@ def _torchrun(words: tuple[str, ...], legacy: bool = False) -> tuple[tuple[str, 
     parser.add_argument("--standalone", action="store_true")
     parser.add_argument("-m", "--module", action="store_true")
     parser.add_argument("--no-python", "--no_python", action="store_true")
-    parser.add_argument(
-        "--run-path", "--run_path", action="store_true"
-    )  # in torchrun's own process, of which we have none
+    parser.add_argument("--run-path", "--run_path", action="store_true")  # a node always starts a process
     if legacy:
         parser.add_argument("--use-env", "--use_env", action="store_true")
     for flag in IGNORED_FLAGS:
