@@ -40,6 +40,7 @@ def run(mnist: Path, folder: Path, *arguments: str) -> subprocess.CompletedProce
     return subprocess.run(command(mnist, *arguments), cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_training_from_shards_must_see_each_sample_once_and_each_worker_only_its_own(mnist, sharded, tmp_path):
     ok(run(mnist, tmp_path, "--spawn", "3", "--dataset", f"shards:{sharded}", "--epochs", "1", "--ledger"))

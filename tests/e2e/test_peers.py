@@ -32,7 +32,6 @@ def test_the_worker_that_failed_must_be_named(ready, engine, does, rank, cause, 
     assert (found["rank"], found["cause"], found["exit_code"]) == (rank, cause, code), job.err
 
 
-@pytest.mark.each_engine
 @pytest.mark.slow
 def test_torchs_store_must_outlive_rank_0(ready, engine):
     job = Background(ready, engine, "--max-restarts", "0", "--", "leaves_first.py")
