@@ -11,7 +11,7 @@ from typing import TypeVar
 from orchestrate.errors import EngineError
 from orchestrate.node import protocol
 from orchestrate.node.auth import Signer
-from orchestrate.node.channel import MAX_GREETING
+from orchestrate.node.protocol import MAX_GREETING
 
 T = TypeVar("T")
 ANSWER_TIMEOUT = 10.0  # seconds to wait for a node's answer

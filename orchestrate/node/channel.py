@@ -11,11 +11,9 @@ from typing import Any
 from orchestrate.node.auth import Signer
 from orchestrate.node.checks import Refused
 from orchestrate.node.loop import Loop
-from orchestrate.node.protocol import Refusal, encode, parsed
+from orchestrate.node.protocol import MAX_GREETING, SEND_TIMEOUT, Refusal, encode, parsed
 
 MAX_MESSAGE = 1 << 20  # bytes
-MAX_GREETING = 1 << 7  # bytes of each line at the start of a signed connection
-SEND_TIMEOUT = 5.0  # seconds after which a connection is closed whose peer does not read
 
 
 class Channel:

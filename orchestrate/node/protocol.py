@@ -18,6 +18,8 @@ from typing import Annotated, Any, NamedTuple
 from orchestrate.node import checks
 from orchestrate.node.checks import Check, Refused, shown, up_to
 
+MAX_GREETING = 1 << 7  # bytes of each line at the start of a signed connection
+SEND_TIMEOUT = 5.0  # seconds after which a node closes a connection whose peer does not read
 MAX_DIGITS = 18  # digits of a number, which is then below 2^63
 MAX_REPORT = 16 << 20  # bytes of a report: the list of all files of a node is one
 # Prefixes of reports that may be long; maximum bytes of any other report.

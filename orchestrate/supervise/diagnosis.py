@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from orchestrate.job.outcomes import TERMINATED_EXIT_CODE, Cause, ObservedExit, Reason, WorkerExit
 from orchestrate.job.plan import Plan
-from orchestrate.supervise.symptoms import IN_ERRORS, IN_LINES, NO_CUDA
+from orchestrate.supervise.symptoms import FEWER_LOADERS, IN_ERRORS, IN_LINES
 from orchestrate.supervise.tracebacks import before_dump, final_errors
 
 ABORTED, KILLED = 134, 137  # exit codes: 128 + the number of the signal
@@ -25,7 +25,6 @@ COMPLAINT = re.compile(
 )
 
 MORE_MEMORY = "raise the limit (--memory 8g), or lower the batch size"
-FEWER_LOADERS = "raise the limit (--memory 8g), or use fewer DataLoader workers"
 LOCAL_HINTS = {  # hints replaced for local processes, which have no limits
     MORE_MEMORY: "this machine ran out of memory: use a smaller batch or fewer workers",
     FEWER_LOADERS: "this machine ran out of memory: use fewer DataLoader workers",
@@ -153,7 +152,7 @@ def _symptom(plan: Plan, lines: Sequence[str], context: Sequence[str]) -> tuple[
     for text, symptoms in texts:
         for symptom in symptoms:
             match = re.search(symptom.text, text)
-            if match and not (symptom.text == NO_CUDA and plan.gpus):
+            if match and not (symptom.cause == Reason.NO_GPUS and plan.gpus):
                 advice = symptom.local if plan.engine == "process" and symptom.local else symptom.hint
                 return symptom.cause, symptom.exact(match, plan) or match.expand(advice)
     return None

@@ -18,6 +18,7 @@ from orchestrate.supervise.tracebacks import RANK
 RUN_OPTIONS = "nodes|nnodes|trainers|gpus|engine|image|dry-run|detach|set|runs|json|print-path|nproc[-_]per[-_]node"
 
 SHM, OWN_SHM = "increase shared memory: --set shm_size=4g", "free space in /dev/shm of this machine"
+FEWER_LOADERS = "raise the limit (--memory 8g), or use fewer DataLoader workers"
 NOT_INSTALLED = "the program is not installed in the image: use an image that contains it (--image)"
 NOT_FOUND = "the program was not found on this machine's PATH"
 SHOW_LINE = "-e CUDA_LAUNCH_BLOCKING=1 makes the traceback show the line"
@@ -157,7 +158,7 @@ IN_ERRORS = [
     Symptom(
         r"DataLoader worker .* is killed by signal: Killed",
         Reason.OUT_OF_MEMORY_IN_A_CHILD,
-        "raise the limit (--memory 8g), or use fewer DataLoader workers",
+        FEWER_LOADERS,
         "RuntimeError: DataLoader worker (pid 9) is killed by signal: Killed.",
         local="use fewer DataLoader workers",
         torch="is killed by signal: ",
