@@ -14,10 +14,9 @@ import socket
 from collections.abc import Callable
 
 from orchestrate.node.loop import Loop
+from orchestrate.node.protocol import LEASE_TIMEOUT, RENEW_INTERVAL
 
-LEASE_TIMEOUT = 8.0  # seconds
 QUESTION = 16  # bytes
-RENEW_INTERVAL = 1.0  # seconds between two requests
 
 
 def answer(key: bytes, question: bytes) -> bytes:

@@ -20,6 +20,8 @@ from orchestrate.node.checks import Check, Refused, shown, up_to
 
 MAX_GREETING = 1 << 7  # bytes of each line at the start of a signed connection
 SEND_TIMEOUT = 5.0  # seconds after which a node closes a connection whose peer does not read
+LEASE_TIMEOUT = 8.0  # seconds without an answer after which a node on another machine ends its workers; see lease.py
+RENEW_INTERVAL = 1.0  # seconds between two requests to renew a lease
 MAX_DIGITS = 18  # digits of a number, which is then below 2^63
 MAX_REPORT = 16 << 20  # bytes of a report: the list of all files of a node is one
 # Prefixes of reports that may be long; maximum bytes of any other report.

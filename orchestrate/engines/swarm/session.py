@@ -28,8 +28,7 @@ from orchestrate.job.outcomes import Activity, Reason, WorkerExit
 from orchestrate.job.plan import Plan, WorkerPlan
 from orchestrate.job.spec import JobSpec
 from orchestrate.node import protocol
-from orchestrate.node.lease import LEASE_TIMEOUT, RENEW_INTERVAL
-from orchestrate.node.protocol import SEND_TIMEOUT
+from orchestrate.node.protocol import LEASE_TIMEOUT, RENEW_INTERVAL, SEND_TIMEOUT
 
 LIST_INTERVAL = 2.0  # seconds between two lists of Swarm's tasks and hosts
 SILENT_AFTER = 6.0  # seconds without a message until a node counts as silent
