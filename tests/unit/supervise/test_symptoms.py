@@ -122,6 +122,13 @@ def test_a_script_of_a_package_must_be_started_as_its_module():
     assert told(error, "pkg-1/train.py")[1].endswith("start it with -m PACKAGE.MODULE")
 
 
+def test_a_job_with_gpus_must_not_be_told_that_it_has_none():
+    on_gpus = replace(PLAN, gpus=("GPU-0", "GPU-1"))
+    for text in [symptom.example for symptom in EVERY if symptom.cause == "no GPUs"]:
+        assert diagnose(PLAN, WorkerExit(1, 1), None, [text], "log").cause == "no GPUs"
+        assert diagnose(on_gpus, WorkerExit(1, 1), None, [text], "log").cause == "error"
+
+
 def test_no_project_must_be_named_that_anybody_could_have_published():
     for name in ("apex", "clip", "nonesuch"):
         for engine in ("docker", "process"):
