@@ -1,12 +1,14 @@
-"""Documents must link only to files and headings that exist, and their pictures must load nothing."""
+"""Documents must link only to what exists, name what is there, and have one sentence per line."""
 
 import re
+import subprocess
 
 import pytest
 from support.repo import ROOT
 
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
 LINK = re.compile(r"\]\(([^)\s]+)\)|(?:src|srcset)=\"([^\"]+)\"")
+README = (ROOT / "README.md").read_text()
 CODE = re.compile(r"^```.*?^```|`[^`\n]*`", re.M | re.S)
 
 
@@ -35,3 +37,25 @@ def test_pictures_must_load_nothing(path):
         "http://www.w3.org/1999/xlink",
     }
     assert not addresses and "@import" not in text and "<script" not in text
+
+
+def test_the_two_commands_must_be_make_targets():
+    for target in ("run", "test"):
+        assert f"make {target}" in README
+        subprocess.run(["make", "--dry-run", target], cwd=ROOT, check=True, capture_output=True)
+
+
+def test_the_file_tree_must_match_the_project():
+    tree = README[README.index("## Project layout") :]
+    named = set(re.findall(r"^([\w./-]+?)/? {2,}\S", tree, re.M))
+    assert named and all((ROOT / name).exists() for name in named)
+    top = {path.name for path in ROOT.iterdir() if path.name in {"app", "orchestrate", "tests", "examples", ".ci"}}
+    assert top <= {name.split("/")[0] for name in named}
+
+
+def test_markdown_must_have_one_sentence_per_line():
+    for path in DOCUMENTS:
+        text = re.sub(r"```.*?```", "", path.read_text(), flags=re.S)
+        for line in text.splitlines():
+            if not line.startswith(("|", "#")):
+                assert not re.search(r"[a-z)`][.!?] [A-Z]", line), f"{path.name}: {line}"
