@@ -48,8 +48,9 @@ RUN python3 -m compileall -q -j 0 -x '/(test|tests|lib2to3|idlelib)/' \
 # Keep it empty: Docker copies its content when it creates a container, and fails if two do so at once.
 RUN install -d -m 1777 /job
 WORKDIR /workspace
-COPY orchestrate /opt/orchestrate
-COPY app app
+# Readable for all, whatever the umask of the account that has cloned the project.
+COPY --chmod=755 orchestrate /opt/orchestrate
+COPY --chmod=755 app app
 # The same for a node's own program.
 RUN python3 -m compileall -q /opt/orchestrate/node
 USER 1000:1000

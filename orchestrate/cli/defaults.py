@@ -10,7 +10,7 @@ from orchestrate.errors import UsageError
 from orchestrate.job.layers import read_file
 
 NAME = ("orchestrate", "defaults.yaml")  # in XDG_CONFIG_HOME or ~/.config
-OF_JOBS = ("command", "name", "source")  # keys that only a job can have
+OF_JOBS = ("command", "name", "source", "chdir")  # keys that only a job can have
 
 
 def layer() -> dict[str, Any]:

@@ -27,6 +27,7 @@ FLAGS = {  # job file keys that are also options, with their metavars
     "dockerfile": "DIR",
     "requirements": "FILE",
     "source": "DIR|git+URL",
+    "chdir": "DIR",
     "checkpoints": "URL",
     "output": "URL",
     "name": "NAME",

@@ -150,8 +150,8 @@ class ProcessSession:
     ) -> None:
         """`folder` contains the sockets, and `run` the job's files; raises EngineError if the job has no key."""
         self.folder, self.spec, self.run, self.key, self.clock = folder, spec, run, key_of(run), clock
-        self.secrets, self.workdir = str(folder / "secrets"), plan.placement.cwd
-        self.cwd = plan.placement.code
+        self.secrets, self.cwd = str(folder / "secrets"), plan.placement.code
+        self.workdir = plan.placement.cwd(self.cwd)
         self.persistent = bool(plan.placement.cluster)  # whether the nodes outlive the job
         self.python = plan.placement.python
         self.nodes: dict[str, _Node] = {}
@@ -283,10 +283,16 @@ class ProcessSession:
 
     def request(self, worker: WorkerPlan, command: tuple[str, ...]) -> protocol.Start:
         """Build a request with the environment of this process and the worker's own."""
-        path = f"{os.path.dirname(self.python)}:{os.environ.get('PATH', os.defpath)}"  # for programs such as `python`
         ours = {name: value for name, value in os.environ.items() if name not in self.spec.files}
-        env = ours | ({"PATH": path} if self.spec.pip else {}) | UNBUFFERED | worker.env
-        return protocol.Start([*command], env, inherit=False, cwd=self.workdir or self.cwd)
+        env = ours | {"PATH": self._search_path()} | UNBUFFERED | worker.env
+        return protocol.Start([*command], env, inherit=False, cwd=self.workdir)
+
+    def _search_path(self) -> str:
+        """Return the PATH of workers, in which `python` is the one that runs scripts, if its folder has that name."""
+        path, folder = os.environ.get("PATH", os.defpath), os.path.dirname(self.python)
+        first = shutil.which("python", path=path)
+        other = first is None or os.path.dirname(first) != folder
+        return f"{folder}:{path}" if other and os.access(f"{folder}/python", os.X_OK) else path
 
 
 def _listening_nodes(folder: Path, clock: Clock) -> Iterator[tuple[Path, int]]:

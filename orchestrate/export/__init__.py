@@ -100,7 +100,11 @@ def _check(spec: JobSpec) -> None:
         raise UsageError("a source in a Git repository cannot be exported", "check it out, and use its folder")
     if spec.files:
         raise UsageError("secrets as files cannot be exported", "use env, and list their names in secrets")
-    if brought := [key for key in ("before", "services", "ports", "labels", "isolated", "stdin") if getattr(spec, key)]:
+    if brought := [
+        key
+        for key in ("before", "chdir", "virtual_local_rank", "services", "ports", "labels", "isolated", "stdin")
+        if getattr(spec, key)
+    ]:
         raise UsageError(
             f"{', '.join(brought)} cannot be exported", "remove them from the job file, and edit the exported file"
         )

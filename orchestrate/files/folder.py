@@ -144,6 +144,7 @@ def write_whole(path: str | Path, text: str, folder: int | None = None, mode: in
     descriptor = os.open(temporary, flags, mode, dir_fd=folder)
     try:
         with os.fdopen(descriptor, "w") as file:
+            os.fchmod(descriptor, mode)  # whatever the umask
             file.write(text)
         os.replace(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
     except BaseException:

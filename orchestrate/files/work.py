@@ -34,8 +34,8 @@ Facts: TypeAlias = tuple[int, int]  # size in bytes and modification time in nan
 class Copy:
     """A copy of a code folder; `run` makes it.
 
-    Files and folders beyond the limits become links to the read-only original. So do those that the nodes' user cannot
-    read: the copy must not reveal more than the original.
+    It has what this process can read, whether the nodes' user can read it in the original or not. Files and folders
+    beyond the limits become links to the read-only original.
     """
 
     code: Path  # the code folder
@@ -46,6 +46,7 @@ class Copy:
     owner: tuple[int, int] | None  # user and group ids that the files get; None for those of this process
     stopped: Callable[[], bool] = lambda: False  # whether to stop early
     copied: dict[str, Facts] = field(default_factory=dict)  # the copies, by path
+    unreadable: list[str] = field(default_factory=list)  # paths that nodes cannot read, neither as a copy
     files: int = 0  # copied so far
     bytes: int = 0
     links: int = 0
@@ -53,36 +54,39 @@ class Copy:
     def run(self) -> None:
         """Copy what does not exist in the working directory yet; raises OSError, for example if the disk is full."""
         pending = deque([""])
-        while pending:
-            path = pending.popleft()
-            entries = self._entries(path)
-            if entries is None or (path and not self._fits(entries)):
-                self._link(path)
-                continue
-            with self._folder(path) as there:
-                for entry in sorted(entries, key=lambda entry: entry.name) if there else ():
-                    if self.stopped():
-                        return
-                    name = f"{path}/{entry.name}" if path else entry.name
-                    if name in self.hidden:
-                        continue
-                    if entry.is_dir(follow_symlinks=False) and entry.name != LINKED:
-                        pending.append(name)
-                    else:
-                        self._copy(entry, name, there)
+        while pending and not self.stopped():
+            pending += self._copy_folder(pending.popleft())
 
-    def _entries(self, path: str) -> list[os.DirEntry[str]] | None:
-        """List a folder, up to a limit unless it is the code folder itself; None if it cannot be read."""
-        with contextlib.suppress(OSError):
-            if self._readable((self.code / path).stat(), stat.S_IROTH | stat.S_IXOTH):
-                with os.scandir(self.code / path) as found:
-                    return [*islice(found, MAX_FILES + 1 if path else None)]
-        return None
+    def _copy_folder(self, path: str) -> list[str]:
+        """Copy the files of a folder, or link to it if it is too large; return the folders in it.
+
+        It is opened component by component, so that no link is followed which another program has put in its place.
+        """
+        found: list[str] = []
+        with contextlib.ExitStack() as stack:
+            entries = None
+            with contextlib.suppress(OSError):
+                source = stack.enter_context(Folder(self.code.parent, self.code.name).opened(path))
+                entries = _entries(source, MAX_FILES + 1 if path else None)
+            if entries is None or (path and not self._fits(entries)):
+                self._link(path, needed=not (entries and _is_venv(entries)))
+                return []
+            there = stack.enter_context(self._folder(path))
+            for entry in sorted(entries, key=lambda entry: entry.name) if there else ():
+                if self.stopped():
+                    return []
+                name = f"{path}/{entry.name}" if path else entry.name
+                if name in self.hidden:
+                    continue
+                if entry.is_dir(follow_symlinks=False) and entry.name != LINKED:
+                    found.append(name)
+                else:
+                    self._copy(entry, name, source, there)
+        return found
 
     def _fits(self, entries: list[os.DirEntry[str]]) -> bool:
         """Whether to copy a folder: it is not too large, and no virtual environment."""
-        fits = len(entries) <= MAX_FILES - self.files and self.bytes < MAX_BYTES
-        return fits and not any(entry.name == VENV for entry in entries)
+        return len(entries) <= MAX_FILES - self.files and self.bytes < MAX_BYTES and not _is_venv(entries)
 
     @contextlib.contextmanager
     def _folder(self, path: str) -> Iterator[int]:
@@ -98,26 +102,27 @@ class Copy:
                 os.fchown(there, *self.owner)
             yield there
 
-    def _copy(self, entry: os.DirEntry[str], path: str, there: int) -> None:
+    def _copy(self, entry: os.DirEntry[str], path: str, source: int, there: int) -> None:
         """Copy a file or a symbolic link, or link to it; skip sockets, pipes and devices."""
         if entry.is_symlink():
             with contextlib.suppress(FileNotFoundError):
-                self._symlink(os.readlink(entry.path), entry.name, there)
-        elif entry.is_dir() or (entry.is_file() and not self._copy_file(entry, path, there)):
+                self._symlink(os.readlink(entry.name, dir_fd=source), entry.name, there)
+        elif entry.is_dir():
             self._symlink(f"{self.original}/{path}", entry.name, there)
+        elif entry.is_file() and not self._copy_file(entry.name, path, source, there):
+            self._refer(path, entry.name, there)
 
-    def _copy_file(self, entry: os.DirEntry[str], path: str, there: int) -> bool:
+    def _copy_file(self, name: str, path: str, folder: int, there: int) -> bool:
         """Copy a file unless something has its name; return False if it cannot be copied."""
         try:
-            source = os.open(entry.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            source = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
         except OSError:
             return False
         try:
             status = os.fstat(source)
-            fits = status.st_size <= min(MAX_FILE, MAX_BYTES - self.bytes) and self.files < MAX_FILES
-            if not fits or not self._readable(status, stat.S_IROTH):
+            if status.st_size > min(MAX_FILE, MAX_BYTES - self.bytes) or self.files >= MAX_FILES:
                 return False
-            if existing := _status(entry.name, there):
+            if existing := _status(name, there):
                 if _is_copy(existing, facts(status)):  # by an earlier process
                     self.copied[path] = facts(status)
                 return True
@@ -136,23 +141,39 @@ class Copy:
                 self.copied[path] = facts(os.fstat(copy))
             finally:
                 os.close(copy)
-            os.rename(PART, entry.name, src_dir_fd=there, dst_dir_fd=there)
+            os.rename(PART, name, src_dir_fd=there, dst_dir_fd=there)
         finally:
             os.close(source)
         self.files += 1
         self.bytes += status.st_size
         return True
 
-    def _readable(self, status: os.stat_result, others: int) -> bool:
-        """Whether the nodes' user has the rights `others`, given as mode bits of all other users."""
-        return self.owner is None or allows(status, *self.owner, others)
-
-    def _link(self, path: str) -> None:
+    def _link(self, path: str, needed: bool) -> None:
         """Link to the original of a folder whose parent has been copied; not of the code folder itself."""
         parent, _, name = path.rpartition("/")
         with self._folder(parent) as there:
-            if there and name:
+            if there and name and needed:
+                self._refer(path, name, there)
+            elif there and name:
                 self._symlink(f"{self.original}/{path}", name, there)
+
+    def _refer(self, path: str, name: str, there: int) -> None:
+        """Link to an original that workers may need; note whether they cannot read it."""
+        self._symlink(f"{self.original}/{path}", name, there)
+        if not self._readable(self.code / path):
+            self.unreadable.append(path)
+
+    def _readable(self, path: Path) -> bool:
+        """Whether nodes can read an original."""
+        if self.owner is None:
+            return os.access(path, os.R_OK)
+        folders = [folder for folder in path.parents if folder.is_relative_to(self.code)]
+        with contextlib.suppress(OSError):
+            status = path.lstat()
+            rights = stat.S_IROTH | (stat.S_IXOTH if stat.S_ISDIR(status.st_mode) else 0)
+            entered = all(allows(folder.lstat(), *self.owner, stat.S_IXOTH) for folder in folders)
+            return entered and allows(status, *self.owner, rights)
+        return False
 
     def _symlink(self, target: str, name: str, there: int) -> None:
         with contextlib.suppress(FileExistsError):
@@ -160,6 +181,16 @@ class Copy:
             self.links += target.startswith(f"{self.original}/")
             if self.owner:
                 os.chown(name, *self.owner, dir_fd=there, follow_symlinks=False)
+
+
+def _entries(folder: int, most: int | None) -> list[os.DirEntry[str]]:
+    """List a folder, up to a limit; raises OSError."""
+    with os.scandir(folder) as found:
+        return [*islice(found, most)]
+
+
+def _is_venv(entries: list[os.DirEntry[str]]) -> bool:
+    return any(entry.name == VENV for entry in entries)
 
 
 def facts(status: os.stat_result) -> Facts:

@@ -8,20 +8,9 @@ from pathlib import PurePath
 from typing import Any, NoReturn
 
 from orchestrate.errors import UsageError
+from orchestrate.node.command import LAUNCHERS, PYTHON, named
 
-PYTHON = re.compile(r"python(3(\.[0-9]+)?)?")
 RUN, LAUNCH = "torch.distributed.run", "torch.distributed.launch"
-OTHER_LAUNCHERS = {  # how a command begins that starts workers of its own, and the flag with which it joins other nodes
-    ("accelerate", "launch"): "--machine_rank",
-    ("-m", "accelerate.commands.launch"): "--machine_rank",
-    ("-m", "accelerate.commands.accelerate_cli", "launch"): "--machine_rank",
-    ("deepspeed",): "--node_rank",
-    ("-m", "deepspeed.launcher.runner"): "--node_rank",
-    ("fabric", "run"): "--node-rank",
-    ("horovodrun",): "",
-    ("mpiexec",): "",
-    ("mpirun",): "",
-}
 # Flags of torchrun (torch 2.15) for what the orchestrator does itself: rendezvous, logs and monitoring of workers.
 IGNORED_FLAGS = [
     "--duplicate-stderr-filters",
@@ -58,7 +47,7 @@ def read(words: tuple[str, ...]) -> tuple[tuple[str, ...], dict[str, Any]]:
     `python SCRIPT.py` becomes `SCRIPT.py`, for which a worker can be forked; so does `torchrun FLAGS SCRIPT.py`, whose
     flags set the numbers of nodes, workers and restarts. Raises UsageError for flags that are not supported.
     """
-    if words[0] == "torchrun":
+    if PurePath(words[0]).name == "torchrun":
         return _torchrun(words[1:])
     if PYTHON.fullmatch(words[0]):
         rest = words[2:] if words[1:2] == ("-u",) else words[1:]
@@ -71,10 +60,10 @@ def read(words: tuple[str, ...]) -> tuple[tuple[str, ...], dict[str, Any]]:
 
 def other_launcher(words: tuple[str, ...]) -> str:
     """Return the launcher that a command runs, if its workers would know nothing of other nodes; otherwise empty."""
-    named = (PurePath(words[0]).name, *words[1:])
-    for start, joins in OTHER_LAUNCHERS.items():
-        if named[: len(start)] == start and not any(joins and word.partition("=")[0] == joins for word in words):
-            return "python " * (start[0] == "-m") + " ".join(start)
+    first = (PurePath(words[0]).name, *words[1:])
+    for start, joins in LAUNCHERS.items():
+        if first[: len(start)] == start and not any(joins and word.partition("=")[0] == joins for word in words):
+            return named(start)
     return ""
 
 
@@ -92,6 +81,7 @@ def _torchrun(words: tuple[str, ...], legacy: bool = False) -> tuple[tuple[str, 
     parser.add_argument("--standalone", action="store_true")
     parser.add_argument("-m", "--module", action="store_true")
     parser.add_argument("--no-python", "--no_python", action="store_true")
+    parser.add_argument("--virtual-local-rank", "--virtual_local_rank", action="store_true")
     parser.add_argument("--run-path", "--run_path", action="store_true")  # a node always starts a process
     if legacy:
         parser.add_argument("--use-env", "--use_env", action="store_true")
@@ -110,6 +100,8 @@ def _torchrun(words: tuple[str, ...], legacy: bool = False) -> tuple[tuple[str, 
     keys = {**({"trainers": 0} if found.standalone else {}), **found.nnodes, **found.nproc_per_node}
     if found.max_restarts is not None:
         keys["max_restarts"] = found.max_restarts
+    if found.virtual_local_rank:
+        keys["virtual_local_rank"] = True
     if legacy and not found.use_env:
         rest = (rest[0], "--local-rank=$LOCAL_RANK", *rest[1:])
     if found.module:

@@ -15,7 +15,14 @@ NEEDS_DYNAMO = re.compile(
     r"\boptim\b|DistributedDataParallel|\bDDP\b|FullyShardedDataParallel|\bfully_shard\b|torch\.compile"
 )
 FRAMEWORKS = ("accelerate", "deepspeed", "lightning", "pytorch_lightning", "transformers")  # they import torch
-PACKAGES = ("torch", *FRAMEWORKS)
+PACKAGES = ("torch", "ray", *FRAMEWORKS)
+TRAITS = {  # what a script may do with torch.distributed, and how that looks in a line of its source
+    "group": r"\binit_process_group\b",
+    "parallel": r"\bDistributedDataParallel\b|\bDDP\(|\bFullyShardedDataParallel\b|\bfully_shard\b",
+    "spawn": r"\b(?:mp|multiprocessing)\.spawn\(",
+    "address": r"""environ\[\s*["']MASTER_(?:ADDR|PORT)["']\s*\]\s*=(?!=)|["']tcp://(?:localhost|127\.0\.0\.1)\b""",
+    "file": r"""["']file://|\bFileStore\(""",
+}
 MAX_FILES = 200
 MAX_FILE, MAX_BYTES = 1 << 20, 8 << 20  # maximum bytes of a file that is read, and of all of them
 
@@ -26,23 +33,34 @@ def uses(command: list[str], folder: str) -> list[str]:
     Also `torch._dynamo`, if a file uses what needs Dynamo.
     """
     found: set[str] = set()
-    for text, names in _sources(command, folder):
+    for _, text, names in _sources(command, folder):
         found |= {name.partition(".")[0] for name in names} & {*PACKAGES}
         found |= {"torch._dynamo"} if NEEDS_DYNAMO.search(text) else set()
     return sorted(found)
 
 
-def _sources(command: list[str], folder: str) -> list[tuple[str, set[str]]]:
-    """Text and imports of the script and of all files below `folder` that it imports, directly or indirectly."""
+def traits(command: list[str], folder: str) -> dict[str, str]:
+    """Return FILE:LINE of the first place of each of TRAITS in a script, or in a file in `folder` that it imports."""
+    found: dict[str, str] = {}
+    for path, text, _ in _sources(command, folder):
+        for number, line in enumerate(text.splitlines(), 1):
+            for name, pattern in TRAITS.items():
+                if name not in found and re.search(pattern, line.partition("#")[0]):
+                    found[name] = f"{os.path.relpath(path, folder)}:{number}"
+    return found
+
+
+def _sources(command: list[str], folder: str) -> list[tuple[str, str, set[str]]]:
+    """Path, text and imports of the script and of all files below `folder` that it imports, directly or indirectly."""
     first = f"{folder}/{command[0]}" if command[0] != "-m" else _file(command[1], folder, "__main__.py")
     waiting, seen = [first], {first}
-    found: list[tuple[str, set[str]]] = []
+    found: list[tuple[str, str, set[str]]] = []
     left = MAX_BYTES
     while waiting and len(found) < MAX_FILES:
         path = waiting.pop()
         text = _text(path, min(left, MAX_FILE)) if path else ""
         names = _imported(text)
-        found.append((text, names))
+        found.append((path, text, names))
         left -= len(text)
         for name in sorted(names):
             file = _file(name, folder) or (path and _file(name, os.path.dirname(path)))

@@ -123,6 +123,7 @@ class Use:
     gpu: bool  # whether it has opened a GPU
     torch: bool  # whether it has loaded torch
     version: str = ""  # of torch, if known
+    launcher: str = ""  # what has started workers of its own in it, if that was seen
 
 
 @dataclass(frozen=True)

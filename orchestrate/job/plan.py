@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from orchestrate.errors import ResourceError
 from orchestrate.files import typed
@@ -47,6 +48,7 @@ class Placement:
     interface: str  # the one network interface for gloo and NCCL
     job_dir: str  # the job folder, as a worker sees it
     code: str = ""  # the code folder on this machine
+    chdir: str = ""  # folder in it in which workers start
     revision: str = ""  # its Git commit, with `-dirty` if files are changed; empty if it is in no repository
     original: str = ""  # path of the code folder in nodes, if workers run in a copy of it, in the job folder
     sent: bool = False  # whether each node is sent its own copy of the code, to its job folder
@@ -69,9 +71,13 @@ class Placement:
         return self.copies or self.sent
 
     @property
-    def cwd(self) -> str | None:
-        """The working directory of workers; None for the node's own."""
-        return f"{self.job_dir}/{WORK}" if self.has_work else None
+    def start(self) -> Path:
+        """The folder on this machine in which paths of the command start."""
+        return Path(self.code, self.chdir)
+
+    def cwd(self, code: str) -> str:
+        """Return the working directory of workers; `code` is the path of the code folder in nodes."""
+        return str(Path(f"{self.job_dir}/{WORK}" if self.has_work else code, self.chdir))
 
     @property
     def packages(self) -> tuple[str, ...]:
@@ -202,13 +208,7 @@ def plan(
     address = placement.master_addr or (nodes[0] if nodes[0] == "master" else f"{project}-{nodes[0]}")
     machine = {"host": "", "cpus": _usable_cores(spec, inventory, len(nodes)), "gpus": list(gpus)}
     envs = assign([machine for _ in nodes], nproc, address, port, job_id, placement.interface)
-    torchs = {
-        "TORCHELASTIC_RESTART_COUNT": str(generation),
-        "TORCHELASTIC_MAX_RESTARTS": str(spec.max_restarts),
-        "TORCHELASTIC_USE_AGENT_STORE": str(may_use_torch(spec, placement.preload)),
-    }
-    files = {"JOB_ID": job_id, "JOB_DIR": placement.job_dir}
-    files |= {f"DATA_{name.upper()}": path for name, path in placement.data.items()}
+    of_job = _env_of_job(spec, placement, job_id, generation)
     stdin = {"WORKER_STDIN": f"{placement.job_dir}/{STDIN}"} if spec.stdin else {}
     workers = [
         WorkerPlan(
@@ -217,7 +217,11 @@ def plan(
             node=nodes[rank // nproc],
             gpu=gpus[rank] if gpus else "",
             cores=cores[rank],
-            env=env | torchs | files | (stdin if not rank else {}) | _extra_env(spec, cores[rank], shared) | spec.env,
+            env=env
+            | of_job
+            | (stdin if not rank else {})
+            | _extra_env(spec, cores[rank], gpus[rank] if gpus else "", shared)
+            | spec.env,
         )
         for rank, env in enumerate(envs)
     ]
@@ -237,6 +241,17 @@ def plan(
         workers=tuple(workers),
         secrets=tuple(spec.secrets),
     )
+
+
+def _env_of_job(spec: JobSpec, placement: Placement, job_id: str, generation: int) -> dict[str, str]:
+    """The variables that are the same for all workers of a generation."""
+    torchs = {
+        "TORCHELASTIC_RESTART_COUNT": str(generation),
+        "TORCHELASTIC_MAX_RESTARTS": str(spec.max_restarts),
+        "TORCHELASTIC_USE_AGENT_STORE": str(may_use_torch(spec, placement.preload)),
+    }
+    files = {"JOB_ID": job_id, "JOB_DIR": placement.job_dir}
+    return torchs | files | {f"DATA_{name.upper()}": path for name, path in placement.data.items()}
 
 
 def may_use_torch(spec: JobSpec, modules: tuple[str, ...]) -> bool:
@@ -358,10 +373,11 @@ def _gpus(spec: JobSpec, inventory: Inventory) -> tuple[str, ...]:
     return inventory.gpus
 
 
-def _extra_env(spec: JobSpec, cores: tuple[int, ...], shared: bool) -> dict[str, str]:
-    """Variables for non-default settings of a worker: its cores, its command, and NCCL on a shared GPU."""
+def _extra_env(spec: JobSpec, cores: tuple[int, ...], gpu: str, shared: bool) -> dict[str, str]:
+    """Variables for non-default settings of a worker: its cores, command and only GPU, and NCCL on a shared GPU."""
     own = {"WORKER_CORES": ",".join(map(str, cores))} if cores else {}
     own |= {} if spec.expand else {"WORKER_EXPAND": "false"}
+    own |= {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": gpu} if spec.virtual_local_rank else {}
     return own | ({"NCCL_MULTI_RANK_GPU_ENABLE": "1"} if shared else {})
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
+from orchestrate.console import print_message
 from orchestrate.files import bounded
 from orchestrate.job import imports
 from orchestrate.job.spec import JobSpec
@@ -21,6 +22,7 @@ _started: dict[tuple[tuple[str, ...], Path], Future[Sequence[str]]] = {}  # call
 def start(spec: JobSpec, folder: Path) -> None:
     """Read the imports of a job's script in the background; `preload` with the same arguments takes the result."""
     if spec.warm:
+        folder = folder / spec.chdir
         _started[tuple(spec.command), folder] = ThreadPoolExecutor(1).submit(uses, tuple(spec.command), folder)
 
 
@@ -32,8 +34,12 @@ def preload(spec: JobSpec, folder: Path) -> tuple[str, ...]:
     """
     if not spec.warm:
         return ()
+    folder = folder / spec.chdir
     started = _started.pop((tuple(spec.command), folder), None)
     used = started.result() if started else uses(tuple(spec.command), folder)
+    if "ray" in used and spec.trainers:
+        print_message("warning: the script imports ray: ray.init() without an address starts a cluster in each worker")
+        print_message("hint: use one worker: --nodes 1")
     frameworks = not {*imports.FRAMEWORKS}.isdisjoint(used)
     torch, dynamo = "torch" in used or frameworks, DYNAMO in used or frameworks
     found = [*TORCH, DYNAMO][: (len(TORCH) + dynamo) * torch]

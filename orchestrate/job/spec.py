@@ -65,6 +65,13 @@ class JobSpec:
         "code folder, or `git+URL@REVISION#FOLDER`; see [Source code](docs/packages.md#source-code)",
         "the current folder",
     )
+    chdir: str = _field(
+        "",
+        values.PATH,
+        "folder in the code folder in which workers start, and paths in `command`; see "
+        "[Files above the script's folder](docs/data.md#files-above-the-scripts-folder)",
+        "the code folder",
+    )
     before: tuple[str, ...] = _field(
         (), values.optional_command, "command that each node runs once before its workers start, such as a download"
     )
@@ -87,6 +94,11 @@ class JobSpec:
         values.optional(values.integer(1, values.MAX_WORKERS)),
         "number of workers per node",
         "one per GPU, or 1 without GPUs",
+    )
+    virtual_local_rank: bool = _field(
+        False,
+        values.boolean,
+        "whether each worker sees only its own GPU, and has the local rank 0 (`torchrun --virtual-local-rank`)",
     )
     gpus: str | int = _field("auto", values.gpus, "GPUs to use: `auto` (all that are free), `all`, `none`, or a number")
     share_gpus: bool = _field(

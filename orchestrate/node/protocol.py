@@ -17,6 +17,7 @@ from typing import Annotated, Any, NamedTuple
 
 from orchestrate.node import checks
 from orchestrate.node.checks import Check, Refused, shown, up_to
+from orchestrate.node.command import LAUNCHERS, named
 
 MAX_GREETING = 1 << 7  # bytes of each line at the start of a signed connection
 SEND_TIMEOUT = 5.0  # seconds after which a node closes a connection whose peer does not read
@@ -64,7 +65,13 @@ def _use(value: Any) -> str:
         return " must be the use of a worker"
     times = checks.time(value["connected"]) or checks.time(value["sampled"])
     flags = checks.flag(value["gpu"]) or checks.flag(value["torch"])
-    return up_to(1 << 62)(value["exchanged"]) or times or flags or checks.version(value.get("version", ""))
+    names = checks.version(value.get("version", "")) or _launcher(value.get("launcher", ""))
+    return up_to(1 << 62)(value["exchanged"]) or times or flags or names
+
+
+def _launcher(value: Any) -> str:
+    """A launcher that starts workers of its own; empty for none."""
+    return "" if value in ("", *map(named, LAUNCHERS)) else " must be a launcher"
 
 
 Facts = Annotated[list[int], _facts]  # size, time of change in nanoseconds, inode, mode

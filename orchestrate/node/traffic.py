@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple, Protocol
 
+from orchestrate.node.command import launcher
 from orchestrate.node.warm import processes
 
 # Numbers of linux/netlink.h, linux/sock_diag.h, linux/inet_diag.h and linux/tcp.h.
@@ -30,6 +31,7 @@ MIN_INTERVAL, MAX_INTERVAL, MAX_LOAD = 0.05, 0.25, 0.05
 SCAN_INTERVALS = 0.5, 5.0  # seconds between two scans of all processes, at first and at most
 MAX_FAILURES = 20  # failed samples, before any has succeeded, after which there are no more
 MAX_FILES = 16_384  # open files that are read for one sample
+MAX_LINE = 4096  # bytes of a command line that are read
 MAX_MAPS = 4 << 20  # bytes of a process's memory map that are searched
 TORCH = b"/torch/lib/libtorch_cpu."  # in a memory map, after the folder of packages
 METADATA = re.compile(r"torch-([\w.+]{1,40})\.dist-info", re.ASCII)  # in that folder; its name has the version
@@ -59,6 +61,7 @@ class Use(NamedTuple):
     gpu: bool  # whether a GPU device was open
     torch: bool  # whether torch's library was loaded
     version: str  # of torch; empty if unknown
+    launcher: str  # what starts workers of its own in it, if that was seen
 
 
 class _Worker:
@@ -71,7 +74,7 @@ class _Worker:
         self.bytes: dict[int, int] = {}  # by inode, of connections that exist
         self.closed = 0  # bytes of connections that have ended
         self.gpu = self.torch = False
-        self.version = ""
+        self.version = self.launcher = ""
 
 
 class Timers(Protocol):
@@ -117,7 +120,7 @@ class Traffic:
             return None
         exchanged, sampled = worker.closed + sum(worker.bytes.values()), worker.last - worker.first
         times = round(worker.connected, 3), round(sampled, 3)
-        return Use(exchanged, *times, worker.gpu, worker.torch, worker.version)
+        return Use(exchanged, *times, worker.gpu, worker.torch, worker.version, worker.launcher)
 
     def sample(self) -> None:
         """Look at all workers now; raises OSError or ValueError if the kernel does not report connections."""
@@ -194,6 +197,9 @@ class Traffic:
                             self.sockets[int(path[8:-1])] = rank
                         elif path.startswith(GPU_FILES):
                             worker.gpu = True
+                if libraries and not worker.launcher:
+                    with open(f"/proc/{pid}/cmdline", "rb") as file:
+                        worker.launcher = launcher(file.read(MAX_LINE).decode(errors="replace").split("\0"))
                 if libraries and not worker.torch:
                     with open(f"/proc/{pid}/maps", "rb") as file:
                         found = file.read(MAX_MAPS)

@@ -10,7 +10,7 @@ from typing import Any
 from orchestrate.job.metrics import SPECIAL, place
 from orchestrate.job.steps import Steps, is_small
 
-MAX_CURVES = 12
+MAX_CURVES, MAX_NAMES = 12, 100  # that are drawn, and that are read
 MAX_VALUES = 200_000  # of each metric; then every second one is dropped
 BUCKETS = 250  # parts of a curve, of each of which the lowest and highest value are drawn
 MAX_NAME = 60  # characters
@@ -30,7 +30,7 @@ class Progress(Steps):
         for name, value in values.items():
             if name in ("step", *SPECIAL) or not is_small(value) or not 0 < len(name) <= MAX_NAME:
                 continue
-            if name in self.curves or len(self.curves) < MAX_CURVES:
+            if name in self.curves or len(self.curves) < MAX_NAMES:
                 _append(self.curves.setdefault(name, []), (at, float(value)))
 
     def go_back(self, at: float) -> None:
@@ -46,7 +46,8 @@ class Progress(Steps):
         `hide` removes secrets from their names.
         """
         names = sorted(self.curves, key=lambda name: (place(name), name))
-        return {hide(name): thinned(self.curves[name]) for name in names if len(self.curves[name]) > 1}
+        several = [name for name in names if len(self.curves[name]) > 1]
+        return {hide(name): thinned(self.curves[name]) for name in several[:MAX_CURVES]}
 
 
 def progress(rows: Iterable[dict[str, Any]], generations: int = 1) -> Progress:

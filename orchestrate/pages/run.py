@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ import yaml
 from orchestrate.errors import UsageError
 from orchestrate.files import records
 from orchestrate.files.lines import Lines, last
-from orchestrate.files.paths import METRICS, JobPaths, log
+from orchestrate.files.paths import LOGS, METRICS, JobPaths, log
 from orchestrate.job import store
 from orchestrate.job.events import Event
 from orchestrate.job.limits import format_bytes
@@ -27,8 +28,11 @@ from orchestrate.node import checks
 from orchestrate.pages.curves import Curve, Progress, progress
 from orchestrate.pages.spans import ENDING, OTHER, RESTARTING, STARTING, STOPPED, WORKING, Moment, Span, moments, spans
 from orchestrate.view.progress import MAX_LINE, Reader
+from orchestrate.view.progress import Progress as Printed
 
 FEW = 10  # points in metrics.jsonl; of curves with fewer, the log may have more
+LOG = re.compile(r"rank-([0-9]{1,7})\.log")
+MAX_RANKS = 8  # logs that are searched for metrics, if rank 0 has printed none
 MAX_LOG = 4 << 20  # first bytes of a log that are searched for metrics
 LOST = {
     STARTING: "starting nodes and workers",
@@ -194,13 +198,28 @@ def _rows(paths: JobPaths) -> Iterator[dict[str, Any]]:
 
 
 def _printed(paths: JobPaths, mask: Mask, reader: Reader) -> Iterator[dict[str, Any]]:
-    """Yield the metrics in the log of rank 0: in each state of a progress bar, and in lines."""
-    with contextlib.suppress(OSError), paths.folder.open(log(0)) as file:
+    """Yield the metrics in a log: in each state of a progress bar, and in lines.
+
+    That is the log of rank 0, or, if the job has no patterns of its own, of the first of some ranks that has any.
+    """
+    names = (LOG.fullmatch(name) for name, _ in paths.folder.entries(LOGS))
+    ranks = sorted(int(name[1]) for name in names if name)
+    for rank in dict.fromkeys([*ranks[:1], *ranks[-1:], *ranks[:MAX_RANKS]]):
+        some = False
+        for found in _found(paths, rank, mask, reader):
+            some = True
+            yield found.metrics if found.bar or found.step is None else {**found.metrics, "step": found.step}
+        if some or reader.given:
+            return
+
+
+def _found(paths: JobPaths, rank: int, mask: Mask, reader: Reader) -> Iterator[Printed]:
+    with contextlib.suppress(OSError), paths.folder.open(log(rank)) as file:
         read = Lines()
         for line in [*read.new(file, MAX_LOG), read.rest()]:
             for state in mask(line.decode(errors="replace")).split("\r"):
                 if found := reader.parse(state[-MAX_LINE:]):
-                    yield found.metrics if found.bar or found.step is None else {**found.metrics, "step": found.step}
+                    yield found
 
 
 def _set(spec: JobSpec, mask: Mask) -> dict[str, str]:

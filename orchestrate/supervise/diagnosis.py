@@ -111,11 +111,12 @@ def diagnose(
     log: str,
     host: str = "",
     context: Sequence[str] = (),
+    what: str = "",
 ) -> Cause:
     """Return the cause of a worker's failure; `known` is what the engine or supervisor knows besides its exit code.
 
     `lines` are its last lines for the report, and `context` more of them, in which its error is searched. `host` is the
-    host of its node, if the engine has several.
+    host of its node, if the engine has several. `what` is how it has ended, if that was not with its exit code.
     """
     worker, local = plan.workers[exit.rank], plan.engine == "process"
     cause, hint = BY_CODE.get(
@@ -138,7 +139,7 @@ def diagnose(
         exit_code=exit.code,
         cause=cause,
         summary=f"{_subject(exit.rank, lines)} on {worker.node}{host and f' ({host})'} "
-        f"{_end(exit.code, SUMMARY.get(cause, ''), ours=cause == Reason.TIMEOUT)}",
+        f"{what or _end(exit.code, SUMMARY.get(cause, ''), ours=cause == Reason.TIMEOUT)}",
         hint=hint,
         last_lines=lines,
         log=log,
@@ -154,7 +155,8 @@ def _symptom(plan: Plan, lines: Sequence[str], context: Sequence[str]) -> tuple[
             match = re.search(symptom.text, text)
             if match and not (symptom.cause == Reason.NO_GPUS and plan.gpus):
                 advice = symptom.local if plan.engine == "process" and symptom.local else symptom.hint
-                return symptom.cause, symptom.exact(match, plan) or match.expand(advice)
+                exact = symptom.exact(match, plan)
+                return exact and symptom.sure or symptom.cause, exact or match.expand(advice)
     return None
 
 

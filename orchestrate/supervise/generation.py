@@ -10,16 +10,18 @@ from orchestrate.errors import EngineError
 from orchestrate.job import events
 from orchestrate.job.outcomes import LOST_EXIT_CODE, Cause, GenerationResult, ObservedExit, Outcome, Reason, WorkerExit
 from orchestrate.job.plan import Plan
-from orchestrate.supervise import hang
+from orchestrate.supervise import hang, traits
 from orchestrate.supervise.diagnosis import PEER_FAILURE_WINDOW, TIMEOUT, diagnose, find_root_cause, is_peer_failure
-from orchestrate.supervise.job_files import CONTEXT
+from orchestrate.supervise.job_files import CONTEXT, LAST_LINES
 from orchestrate.supervise.nodes import Nodes
 from orchestrate.supervise.policy import CRASH_LOOP_SECONDS
 from orchestrate.supervise.running import ENGINE_TIMEOUT, Running
 from orchestrate.supervise.saves import Saves
+from orchestrate.supervise.tracebacks import before_dump
 from orchestrate.supervise.world import WorldCheck
 
 BY_USER, BY_MAX_RUN = "stopped by the user", "max_run was reached"
+STUCK = "failed, but its threads or child processes kept it from exiting"
 FAILED, RESCALED, REMOVED = "a worker failed", "a node is back", "its run directory was removed"
 PARTITION_TIMEOUT = 5.0  # seconds that a node may be disconnected from the network
 LOADED_SECONDS = 600.0  # a script that has run for longer can be loaded, even if it reports no progress
@@ -292,8 +294,16 @@ class Generation:
         self._stop(FAILED)
 
     def _find_hang_cause(self, states: dict[int, str]) -> Cause:
-        """Return the cause of a hang: the worker that the others wait for, by process states and printed stacks."""
-        rank, what = hang.late(states, {rank: hang.parse_position(self.files.text(rank)) for rank in sorted(states)})
+        """Return the cause of a hang, by process states and printed stacks.
+
+        It is a worker whose script has failed, or the one that the others wait for.
+        """
+        logs = {rank: self.files.text(rank) for rank in sorted(states)}
+        stands = {rank: hang.parse_position(log) for rank, log in logs.items()}
+        for rank, stand in stands.items():
+            if hang.has_failed(logs[rank], stand):
+                return self._diagnosis(WorkerExit(rank, 1), None, STUCK)
+        rank, what = hang.late(states, stands)
         return self._hang_cause(rank, f"the job hung: rank {rank} on {self.plan.workers[rank].node} {what}")
 
     def _hang_cause(self, rank: int, summary: str) -> Cause:
@@ -303,7 +313,8 @@ class Generation:
             exit_code=LOST_EXIT_CODE,
             cause=Reason.HANG,
             summary=summary,
-            hint="the log of each rank ends with its stacks; hang_after in the job file sets the time limit",
+            hint=traits.shared_file(self.plan)
+            or "the log of each rank ends with its stacks; hang_after in the job file sets the time limit",
             last_lines=self.files.last_lines(rank),
             log=str(self.files.log(rank)),
         )
@@ -323,9 +334,14 @@ class Generation:
                 known = Reason.ENGINE_LOST
         if self.engine_lost and known in (Reason.NODE_LOST, Reason.NODE_STOPPED):
             known = Reason.ENGINE_LOST
-        last_lines, context = self.files.last_lines(exit.rank), self.files.last_lines(exit.rank, CONTEXT)
-        log, host = str(self.files.log(exit.rank)), self.nodes.hosts.get(node, "")
-        return diagnose(self.plan, exit, known, last_lines, log, host, context)
+        return self._diagnosis(exit, known)
+
+    def _diagnosis(self, exit: WorkerExit, known: Reason | None, what: str = "") -> Cause:
+        """Return the cause of a worker's end; `what` describes that instead of its exit code."""
+        context = self.files.last_lines(exit.rank, CONTEXT)
+        context = [*before_dump(context)] if what else context
+        log, host = str(self.files.log(exit.rank)), self.nodes.hosts.get(self.plan.workers[exit.rank].node, "")
+        return diagnose(self.plan, exit, known, context[-LAST_LINES:], log, host, context, what)
 
     def _result(self, outcome: Outcome, why: str, cause: Cause | None = None) -> GenerationResult:
         lasted = self.clock.monotonic() - self.started
@@ -349,7 +365,7 @@ class Generation:
             step=step,
             versions=self.world.versions(),
             exchanged={rank: use.exchanged for rank, use in sorted(self.world.uses.items())},
-            isolated="" if cause else self.world.advice(),
+            isolated="" if cause or outcome == Outcome.STOPPED else self.world.advice(),
             progress=progress,
         )
 

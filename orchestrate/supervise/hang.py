@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from orchestrate.supervise.tracebacks import before_dump, ends_with_error
+
 IDLE = 0.05  # share of a core; a worker that waits for its peers uses less, although torch polls
 STATES = {
     "T": "is stopped (SIGSTOP)",
@@ -26,6 +28,7 @@ class Position:
     where: str  # FILE:LINE in FUNCTION, in the user's code if possible
     inner: str  # the innermost function
     waits: bool  # whether it waits in a collective
+    own: bool = True  # whether it is in code of the user
 
 
 def parse_position(log: str) -> Position | None:
@@ -41,7 +44,15 @@ def parse_position(log: str) -> Position | None:
     own = [frame for frame in frames if not _LIBRARY.search(frame[0])] or frames
     file, line, function = own[0]
     waits = any(part in frame[0] for frame in frames[:8] for part in WAITING)
-    return Position(f"{file}:{line} in {function}", frames[0][2], waits)
+    return Position(f"{file}:{line} in {function}", frames[0][2], waits, own is not frames)
+
+
+def has_failed(log: str, stand: Position | None) -> bool:
+    """Whether a script has ended with an error: its traceback is the last output, and its code does not run anymore.
+
+    Python then waits for threads or child processes before it exits.
+    """
+    return ends_with_error(before_dump(log.rstrip().splitlines())) and (stand is None or not stand.own)
 
 
 def late(states: Mapping[int, str], stands: Mapping[int, Position | None]) -> tuple[int, str]:

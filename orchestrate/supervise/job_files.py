@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import stat
 from collections import deque
@@ -20,13 +19,13 @@ from orchestrate.job import logs
 from orchestrate.job.metrics import MAX_LINE, MAX_METRICS, fold, measurements
 from orchestrate.job.plan import Placement
 from orchestrate.job.report import Written
+from orchestrate.supervise.printed import Printed
 from orchestrate.view.progress import Progress
 
 LAST_LINES, MAX_WIDTH = 12, 2000  # lines of a failed worker that are reported, and characters of each
 CONTEXT = 300  # lines of a failed worker in which its error is searched
 MAX_METRICS_READ = 8 << 20  # bytes of metrics.jsonl per read
 MAX_ROWS = 100_000  # last lines of metrics.jsonl that go into the report
-MAX_PRINTED = 100  # metrics in the output of rank 0 that are kept
 MAX_WRITTEN = 10_000  # files of the working directory that the report lists
 
 
@@ -38,7 +37,7 @@ class JobFiles:
         self.paths, self.hide = paths, hide
         self.generation = 0  # the generation that `last_lines` reads
         self._step, self._metrics = 0, Lines()
-        self._printed: dict[str, float] = {}  # the last value of each metric in the output of rank 0
+        self._printed = Printed()
 
     @property
     def _folder(self) -> Folder:
@@ -62,36 +61,33 @@ class JobFiles:
         return self.paths.log(rank)
 
     def heard(self, found: Progress) -> None:
-        """Take what a line of rank 0 says about its progress.
-
-        The step of a bar does not count: it starts again in each epoch.
-        """
-        if found.step is not None and not found.bar:
-            self._step = max(self._step, found.step)
-            self._printed["step"] = found.step
-        self._printed |= {name: value for name, value in found.metrics.items() if math.isfinite(value)}
-        while len(self._printed) > MAX_PRINTED:
-            del self._printed[next(iter(self._printed))]
+        """Take what a line of the output says about the progress of the job."""
+        self._printed.take(found)
 
     def step(self) -> int:
-        """Return the highest `step` in metrics.jsonl and in the output of rank 0, or 0."""
+        """Return the highest `step` in metrics.jsonl and in the output, or 0."""
         with contextlib.suppress(OSError), self._folder.open(METRICS) as file:
             if file.seek(0, 2) < self._metrics.offset:  # the script has truncated the file
                 self._metrics = Lines()
             found = measurements(self._metrics.new(file, MAX_METRICS_READ))
             steps = (step for values in found if type(step := values.get("step")) is int and 0 <= step < 1 << 63)
             self._step = max([self._step, *steps])
-        return self._step
+        return max(self._step, self._printed.step)
+
+    def has_progress(self) -> bool:
+        """Whether there is a step or a metric, in metrics.jsonl or in the output."""
+        return bool(self._printed.numbers) or self.step() > 0
 
     def metrics(self) -> list[dict[str, Any]]:
         """Return the rows of metrics.jsonl for the report, only the last ones if there are too many.
 
-        Without that file, return the last metrics in the output of rank 0.
+        Without that file, return the last metrics in the output.
         """
         with contextlib.suppress(OSError), self._folder.open(METRICS) as file:
             lines = (line for line in last(file, MAX_METRICS) if 0 < len(line) <= MAX_LINE)
             return fold(deque(lines, MAX_ROWS))
-        return [self._printed] if self._printed else []
+        printed = self._printed.metrics()
+        return [printed] if printed else []
 
     def checkpoints(self) -> tuple[list[Path], bool]:
         """Return the checkpoint files, and whether the list is complete."""

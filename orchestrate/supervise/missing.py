@@ -43,7 +43,7 @@ PROJECTS = {
 def module(name: str, plan: Plan) -> str:
     """Return how a script of this job finds a module that Python has not found; empty if that is not known."""
     top, _, rest = name.partition(".")
-    code = Path(plan.placement.code)
+    code = plan.placement.start
     if _holds(code, top):
         start = f", or start it with {as_module(plan)}" if as_module(plan) else ""
         return "" if rest else f"{top} is in your folder, but Python searches the script's: -e PYTHONPATH=.{start}"
@@ -69,7 +69,7 @@ def as_module(plan: Plan) -> str:
 def file(path: str, plan: Plan) -> str:
     """Return how workers in containers get a file that a script has not found; empty if that is not known."""
     code = plan.placement.code
-    there = os.path.normpath(os.path.join(code, path))
+    there = os.path.normpath(plan.placement.start / path)
     if plan.engine == "process" or not there.startswith("/"):
         return ""
     if os.path.isabs(path):
@@ -80,7 +80,18 @@ def file(path: str, plan: Plan) -> str:
             return f"{path} is in your folder, but not in the nodes' copy of it: see .dockerignore, and who can read it"
         return f"there is no {path} in {code}"
     outside = path[: len(path) - len(path.lstrip("./"))] + path.lstrip("./").partition("/")[0]
-    return f"{path} is outside of the folder that nodes see: {_data(outside)}" if os.path.lexists(there) else ""
+    if not os.path.lexists(there):
+        return ""
+    higher = _higher(plan, there)
+    return f"{path} is outside of the folder that nodes see: {_data(outside)}{f'; or {higher}' if higher else ''}"
+
+
+def _higher(plan: Plan, path: str) -> str:
+    """Return a command that starts the job in a folder which contains a path; empty if that is the root."""
+    start = plan.placement.start
+    above = os.path.commonpath([start, path])
+    up, folder = os.path.relpath(above, start), os.path.relpath(start, above)
+    return f"cd {shlex.quote(up)}, and run --chdir {shlex.quote(folder)}" if above != "/" else ""
 
 
 def _data(path: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -35,14 +36,20 @@ READER_TIMEOUT = 60.0  # seconds for a slow reader of our output to take the las
 def listen(
     follower: Follower, reader: Reader, screen: Screen, *takes: Callable[[Progress], None]
 ) -> Callable[[], None]:
-    """Pass progress in the workers' output to `screen`, and that of rank 0 to each of `takes`.
+    """Pass progress in the workers' output to `screen`, and that of one worker to each of `takes`.
+
+    That is rank 0, or, if the job has no patterns of its own, the lowest rank that has printed some.
 
     Returns a function that refreshes the screen, with the current progress bars.
     """
 
+    lowest = 0 if reader.given else sys.maxsize
+
     def heard(rank: int, line: str) -> None:
+        nonlocal lowest
         screen.heard(rank, found := reader.parse(line) if rank == 0 else parse(line))
-        if rank == 0 and found:
+        if found and rank <= lowest:
+            lowest = rank
             for take in takes:
                 take(found)
 

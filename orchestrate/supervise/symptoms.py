@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from orchestrate.job.outcomes import Reason
 from orchestrate.job.plan import Plan
-from orchestrate.supervise import missing
+from orchestrate.supervise import missing, traits
 from orchestrate.supervise.tracebacks import RANK
 
 # Options of `run`, which scripts do not have.
@@ -49,6 +49,7 @@ class Symptom(NamedTuple):
     local: str = ""  # the hint for local processes, if it differs
     torch: str = ""  # the part of the example that is in torch's code
     exact: Callable[[re.Match[str], Plan], str] = lambda match, plan: ""  # a hint for this job, or nothing
+    sure: Reason | None = None  # the cause if there is such a hint, if it differs
 
 
 # Found anywhere in the last lines.
@@ -197,10 +198,22 @@ IN_ERRORS = [
     Symptom(
         r"The server socket has failed to listen on any local network address\. port: (\d+),.* EADDRINUSE",
         Reason.ERROR,
-        r"another process listens on port \1: leave MASTER_ADDR and MASTER_PORT to the job, if the script sets them",
+        r"another process listens on port \1",
         "torch.distributed.DistNetworkError: The server socket has failed to listen on any local network address. "
         "port: 29500, useIpv6: false, code: -98, name: EADDRINUSE, message: address already in use",
         torch="The server socket has failed to listen on any local network address",
+        exact=lambda match, plan: traits.own_world(plan),
+        sure=Reason.SCRIPT,
+    ),
+    Symptom(
+        r"client socket has (?:timed out after \d+ms while trying|failed) to connect to .*(?:localhost|127\.0\.0\.1)",
+        Reason.ERROR,
+        "nothing answered at that address",
+        "torch.distributed.DistNetworkError: The client socket has timed out after 60000ms while trying to connect to "
+        "(localhost, 29500).",
+        torch="while trying to connect to ",
+        exact=lambda match, plan: traits.own_world(plan),
+        sure=Reason.SCRIPT,
     ),
     Symptom(
         r"DistributedDataParallel device_ids and output_device arguments only work with .*device\(type='cpu'\)",

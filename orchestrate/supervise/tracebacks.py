@@ -30,8 +30,8 @@ def final_errors(lines: Sequence[str]) -> list[str]:
     element is the last line that names an exception, or the last lines.
     """
     starts = [place for place, line in enumerate(lines) if _START.match(line)]
-    first = _error(lines, starts[-1] if starts else 0)
-    if first is None or len(lines) - first > NEAR_END:
+    first = _last_error(lines, starts)
+    if first is None:
         rest = lines[-NEAR_END:]
         named = [place for place, line in enumerate(rest) if _NAMED.match(line)]
         return ["\n".join(rest[named[-1] :] if named else rest)]
@@ -43,6 +43,18 @@ def final_errors(lines: Sequence[str]) -> list[str]:
             break
         found.append("\n".join(lines[error : links[-1]]).strip())
     return found
+
+
+def ends_with_error(lines: Sequence[str]) -> bool:
+    """Whether a traceback is the last that a program has printed, but for lines that libraries print after it."""
+    starts = [place for place, line in enumerate(lines) if _START.match(line)]
+    return bool(starts) and _last_error(lines, starts) is not None
+
+
+def _last_error(lines: Sequence[str], starts: Sequence[int]) -> int | None:
+    """The place of the exception of the last traceback, or after the last frame; None if it is not near the end."""
+    first = _error(lines, starts[-1] if starts else 0)
+    return first if first is not None and len(lines) - first <= NEAR_END else None
 
 
 def _error(lines: Sequence[str], start: int) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -10,6 +11,8 @@ from orchestrate.files.paths import WORK
 from orchestrate.files.work import Copy
 from orchestrate.job import events, users
 from orchestrate.supervise.running import Running
+
+NAMED = 3  # files and folders that a warning names
 
 
 class WorkCopy:
@@ -33,6 +36,8 @@ class WorkCopy:
             self.job.write(self._retry)
         copy = self.running.result()
         self.job.write(lambda: self.job.files.keep_copied(copy.copied))
+        if copy.unreadable:
+            self.job.warn(_warning(copy))
         self.job.emit(events.CodeCopied(copy.files, copy.bytes, copy.links, round(time.monotonic() - began, 3)))
 
     def end(self) -> None:
@@ -56,3 +61,11 @@ class WorkCopy:
 
     def _stopped(self) -> bool:
         return self.ending or self.job.stops() > 0
+
+
+def _warning(copy: Copy) -> str:
+    """Name what nodes cannot read."""
+    names, more = ", ".join(copy.unreadable[:NAMED]), len(copy.unreadable) - NAMED
+    user = copy.owner[0] if copy.owner else os.geteuid()
+    why = f"too large to copy, or closed to you, and closed to user {user}, as whom nodes run"
+    return f"workers cannot read {names}{f' and {more} more' * (more > 0)}: {why}; chmod a+rX, or use .dockerignore"

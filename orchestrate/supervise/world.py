@@ -6,16 +6,16 @@ A framework that does not recognise a job trains one model per worker, and succe
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cached_property
-from pathlib import Path
 
 from orchestrate.job import events
 from orchestrate.job.outcomes import Use
 from orchestrate.job.plan import Plan
 from orchestrate.job.preload import uses
+from orchestrate.supervise import traits
 from orchestrate.supervise.running import Running
 
-CHECK_AFTER = 60.0  # seconds that all workers have run when they are checked while they run
+CHECK_AFTER = 60.0  # seconds of training after which workers are checked while they run
+LOOK_INTERVAL = 10.0  # seconds between two looks whether training has begun
 # Bytes per worker of the job that a worker exchanges at most to create process groups, and for nothing else; with gloo
 # and 2 to 16 workers it was 420 to 440.
 SETUP_BYTES = 1024
@@ -32,7 +32,6 @@ HINTS = {  # by package, the first that a script imports
     "accelerate": "pass model, optimizer and data loaders to Accelerator.prepare(); on the CPU, leave "
     "ACCELERATE_USE_CPU to the job",
     "deepspeed": "call deepspeed.initialize() and train with the engine that it returns",
-    "torch": "call torch.distributed.init_process_group() and train a DistributedDataParallel model",
 }
 
 
@@ -58,7 +57,8 @@ class WorldCheck:
     def __init__(self, job: Running, plan: Plan) -> None:
         self.job, self.plan = job, plan
         self.uses: dict[int, Use] = {}  # by rank, of workers that have ended
-        self.due = self.job.clock.monotonic() + CHECK_AFTER
+        self.due = self.job.clock.monotonic() + LOOK_INTERVAL
+        self.begun = float("inf")  # time when training was first seen
 
     def ended(self, rank: int, use: Use | None) -> None:
         """Note what a worker has used until its end."""
@@ -66,22 +66,34 @@ class WorldCheck:
             self.uses[rank] = use
 
     def step(self) -> None:
-        """Once all workers have run for a minute, check them and emit warnings; raises EngineError."""
-        if self.job.clock.monotonic() < self.due:
+        """Once all workers have trained for a minute, check them and emit warnings; raises EngineError."""
+        now = self.job.clock.monotonic()
+        if now < self.due:
             return
         running = self.job.session.activity().items()
         known = self.uses | {rank: activity.use for rank, activity in running if activity.use}
-        left = CHECK_AFTER - min((use.sampled for use in known.values()), default=0.0)
-        if known and left > 0:  # some have started later, because their nodes imported modules
-            self.due = self.job.clock.monotonic() + left
+        if self.begun > now and not self._have_begun(known):
+            self.due = now + LOOK_INTERVAL
+            return
+        self.begun = min(self.begun, now)
+        # Some may have started later, because their nodes imported modules.
+        sampled = min((use.sampled for use in known.values()), default=CHECK_AFTER)
+        left = CHECK_AFTER - min(sampled, now - self.begun)
+        if left > 0:
+            self.due = now + left
             return
         self.due = float("inf")
         past = [type(event) for event in self.job.emit.events]
         if self._isolated(known) and events.WorkersIsolated not in past:
-            self.job.emit(events.WorkersIsolated(self.plan.world_size, self.hint))
+            self.job.emit(events.WorkersIsolated(self.plan.world_size, self._hint(known)))
         idle = [rank for rank, use in sorted(known.items()) if self.plan.gpus and not use.gpu]
         if idle and events.GpusUnused not in past:
             self.job.emit(events.GpusUnused(tuple(idle)))
+
+    def _have_begun(self, known: Mapping[int, Use]) -> bool:
+        """Whether training was seen: a process group, with which workers are connected, or printed progress."""
+        group = any(use.connected >= MIN_CONNECTED for rank, use in known.items() if rank)
+        return group or self.job.files.has_progress()
 
     def versions(self) -> tuple[str, ...]:
         """Return the versions of torch that the workers have loaded, as far as is known: usually one."""
@@ -89,7 +101,7 @@ class WorldCheck:
 
     def advice(self) -> str:
         """If the workers that have ended exchanged no data, how to change that; otherwise empty."""
-        return self.hint if self._isolated(self.uses) else ""
+        return self._hint(self.uses) if self._isolated(self.uses) else ""
 
     def missing(self) -> str:
         """Why it is not certain that the workers that have ended communicated; empty if it is, or there is only one."""
@@ -101,11 +113,13 @@ class WorldCheck:
             return "it is unknown whether the workers exchanged data (require_communication)"
         return ""
 
-    @cached_property
-    def hint(self) -> str:
-        """How workers of the script train together, by the framework that it imports."""
-        found = uses(self.plan.command, Path(self.plan.placement.code))
-        return next((text for name, text in HINTS.items() if name in found), HINTS["torch"])
+    def _hint(self, known: Mapping[int, Use]) -> str:
+        """How workers of the script train together, by the launcher that it runs or the framework that it imports."""
+        if launcher := next((use.launcher for use in known.values() if use.launcher), ""):
+            return f"{launcher} starts workers of its own on each node: run its script as the job's, without {launcher}"
+        found = uses(self.plan.command, self.plan.placement.start)
+        framework = next((text for name, text in HINTS.items() if name in found), "")
+        return framework or traits.own_world(self.plan) or traits.group(self.plan)
 
     def _isolated(self, known: Mapping[int, Use]) -> bool:
         """Whether the workers use torch and exchange no data, as far as is known."""

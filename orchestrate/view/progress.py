@@ -24,15 +24,29 @@ CLOCK = r"((?:[0-9]{1,6}:)?[0-9]{1,2}:[0-9]{2}|\?)"
 BAR = re.compile(
     rf"\|\s*{COUNT}/{COUNT} \[{CLOCK}<{CLOCK}(?:,\s*(?:({NUMBER})|\?)(s/)?[A-Za-z]+(/s)?)?([^\]]{{0,500}})\]"
 )
-FLAT = re.compile(r"\{[^(\[{}]*\}")  # a dict without nested values, which Python's parser can take long for
-PAIR = re.compile(rf"\b([A-Za-z][\w./]{{0,40}}) ?[=: ] ?(-?{NUMBER})(?![\w.%])")
+# A dict without nested values, which Python's parser can take long for, at the end of a line.
+FLAT = re.compile(r"^([^{}]{0,60}?)(\{[^(\[{}]*\})\s*$")
+WRAPPED = re.compile(r"\b(?:np\.\w{1,20}|tensor)\(([^(),]{1,40})[^()]{0,80}\)")  # numbers of NumPy and torch
+PAIR = re.compile(rf"\b([A-Za-z][\w./@]{{0,40}}) ?[=: ] ?(-?{NUMBER})(?![\w.%])")  # after a bar
+# In text: `loss: 0.5`, `Val Acc 88.2%`, `Accuracy: 9838/10000 (98%)`, `| test_acc │ 0.9 |` of a table.
+VALUE = re.compile(
+    rf"\b(?:(train(?:ing)?|val(?:id(?:ation)?)?|test|eval|learning)[ \t])?([a-z][a-z0-9_./@]{{0,40}})"
+    rf"[ \t]{{0,30}}(?:[=:|│┃][ \t]{{0,30}}|(?<=[ \t]))(-?{NUMBER})"
+    rf"(?:/({NUMBER}) ?\( {{0,2}}{NUMBER} ?%\)|%)?(?![\w.])",
+)
+WORDS = ("loss", "acc", "lr", "learning", "perplexity", "ppl", "epoch")  # one of them is in each name of NAMES
+SHORT = {"training": "train", "valid": "val", "validation": "val"}
 # `step 7/90`, `iter 7:`, `Iteration: 7 of 90`; a fraction, a version or a date is not a step
 STEP_OF = re.compile(  # not in the text of an error, which comes later in its line
-    r"^.{0,16}\b(?:step|iter|iteration)\b ?[:=#]? ?([0-9]{1,15})(?: ?(?:/|of) ?([0-9]{1,15}))?(?![\w.%/-])", re.I
+    r"^.{0,16}\b(?:step|iter|iteration)\b {0,10}[:=#]? {0,10}"
+    r"([0-9]{1,15})(?: {0,10}(?:/|of) {0,10}([0-9]{1,15}))?(?![\w.%/-])",
 )
 FACTORS = {"": 1, "k": 1000, "M": 1_000_000, "G": 1_000_000_000}
 NAMES = re.compile(  # of metrics in text that is not a bar, such as `train_loss` or `acc1`
-    r"(?:^|[_./])(?:[a-z]*loss|acc|accuracy|lr|perplexity|ppl)[0-9]?(?:$|[_./])", re.IGNORECASE
+    r"(?:^|[_./])(?:[a-z]*loss|acc|accuracy|lr|learning_rate|perplexity|ppl|epoch)[0-9]?(?:$|[_./@])"
+)
+SETTINGS = re.compile(  # in a name: `min_lr`, `loss_weight` and others are printed, but not measured
+    r"(?:^|[_./])(?:min|max|base|initial|end|final|warmup|decay|weight|coef|scale|factor|steps|iters)(?:$|[_./])"
 )
 DIGIT = re.compile("[0-9]")
 STEP, TOTAL = ("step", "global_step", "current_step"), ("total_steps", "max_steps")  # metrics that are no metrics
@@ -62,15 +76,38 @@ def parse(line: str) -> Progress | None:
     line = line[-MAX_LINE:]
     if not DIGIT.search(line):
         return None
-    bars = list(BAR.finditer(line))
-    if bars:
+    if "[" in line and "|" in line and (bars := list(BAR.finditer(line))):
         return _of_bar(bars[-1])
-    if FLAT.fullmatch(line) and (found := _of_dict(line)):
-        return _of_metrics(found)
-    pairs = {name: float(value) for name, value in PAIR.findall(line) if NAMES.search(name)}
-    if step := STEP_OF.search(line):
+    if "{" in line and (found := _of_dict_at_end(WRAPPED.sub(r"\1", line))):
+        return found
+    return _of_text(line)
+
+
+def _of_dict_at_end(line: str) -> Progress | None:
+    match = FLAT.search(line)
+    if not match or not (found := _of_dict(match[2])):
+        return None
+    own, before = _of_metrics(found), _of_text(match[1])
+    if before is None:
+        return own
+    step = before.step if own.step is None else own.step
+    return replace(own, step=step, metrics=before.metrics | own.metrics, bar=before.bar)
+
+
+def _of_text(line: str) -> Progress | None:
+    lower = line.lower()  # searches for words are much faster than those for patterns
+    pairs = {}
+    for kind, name, value, whole in VALUE.findall(lower) if any(word in lower for word in WORDS) else ():
+        if NAMES.search(name := _name(kind, name)) and not SETTINGS.search(name):
+            pairs[name] = float(value) / (float(whole or 1) or 1)
+    if ("step" in lower or "iter" in lower) and (step := STEP_OF.search(lower)):
         return Progress(step=int(step[1]), total=int(step[2]) if step[2] else None, metrics=pairs, bar=True)
     return Progress(metrics=pairs) if pairs else None
+
+
+def _name(kind: str, name: str) -> str:
+    """A metric's name after what it was measured on: `val_loss` for `validation loss`."""
+    return name if not kind or name == "epoch" else f"{SHORT.get(kind, kind)}_{name}"
 
 
 class Reader:
@@ -137,7 +174,7 @@ def _of_bar(bar: re.Match[str]) -> Progress:
         total=_whole(float(total) * FACTORS[total_unit]),
         seconds_left=None if left == "?" else _seconds(left),
         step_seconds=(rate_value if inverse else 1 / rate_value) if rate_value else None,
-        metrics={name: float(value) for name, value in PAIR.findall(rest) if name != "v_num"},
+        metrics={name.lower(): float(value) for name, value in PAIR.findall(rest) if name != "v_num"},
         bar=True,
     )
 
@@ -159,7 +196,7 @@ def _of_dict(line: str) -> dict[str, float]:
     for name, value in values.items() if isinstance(values, dict) else ():
         try:
             if (text := str(name)[:40]).isprintable():  # an escape sequence could be written as text
-                found[text] = float(value)
+                found[text.lower()] = float(value)
         except (TypeError, ValueError, OverflowError):
             return {}
     return found

@@ -105,7 +105,7 @@ SLOW = textwrap.dedent("""
 def test_a_command_that_is_slow_to_stop_must_not_fail_the_next_generation(prepared, nothing_left):
     (prepared.folder / "slow.sh").write_text(SLOW)
     (prepared.folder / "work.py").write_text("print('worked')")
-    done = prepared("run", "--engine", "process", *OPTIONS, "--set", "before=sh slow.sh", "work.py")
+    done = prepared("run", "--engine", "process", *OPTIONS, "--set", "grace=2", "--set", "before=sh slow.sh", "work.py")
     assert done.returncode == 0 and "2 generations" in done.stderr, done.stderr
 
 

@@ -129,7 +129,7 @@ def test_required_communication_must_fail_a_job_without_it(ready):
     done = ready(*run, "--", "together.py", "group")
     assert done.returncode == 1
     assert "(the workers exchanged no data (require_communication))" in done.stderr
-    assert "hint: call torch.distributed.init_process_group()" in done.stderr
+    assert "hint: after init_process_group() at together.py:14, train a DistributedDataParallel" in done.stderr
 
 
 def test_a_job_must_be_able_to_set_them_itself(cli):

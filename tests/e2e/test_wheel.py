@@ -5,7 +5,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tarfile
 import zipfile
 from pathlib import Path
 
@@ -43,8 +42,7 @@ def wheel(tmp_path_factory) -> Path:
     left_out = shutil.ignore_patterns(".git", ".venv", "runs", "__pycache__", ".*_cache")
     shutil.copytree(ROOT, folder / "copy", ignore=left_out)
     source = run(python, "-c", BUILD, "build_sdist", folder, cwd=folder / "copy").split()[-1]
-    with tarfile.open(folder / source) as archive:
-        archive.extractall(folder, filter="data")
+    run("tar", "-xf", source, cwd=folder)
     (unpacked,) = folder.glob("torch_orchestrate-*/")
     return folder / run(python, "-c", BUILD, "build_wheel", folder, cwd=unpacked).split()[-1]
 

@@ -214,7 +214,7 @@ def test_make_lock_must_take_the_newest_versions_that_the_project_allows(make):
 def test_the_image_must_start_a_node_without_root_on_the_given_base():
     steps = image()
     assert steps[0][0] == "ARG" and [base for name, base in steps if name == "FROM"][-1] == "${BASE_IMAGE}"
-    assert ("COPY", "orchestrate /opt/orchestrate") in steps and ("COPY", "app app") in steps
+    assert ("COPY", "--chmod=755 orchestrate /opt/orchestrate") in steps and ("COPY", "--chmod=755 app app") in steps
     last = dict(steps)
     assert last["WORKDIR"] == "/workspace" and last["USER"] == "1000:1000"
     assert yaml.safe_load(last["ENTRYPOINT"]) == ["python", "/opt/orchestrate/node"]

@@ -14,9 +14,8 @@ from orchestrate.engines.base import SWARMS, ignoring
 from orchestrate.engines.docker import folders, helpers, mounts, packages, probe, toolkit
 from orchestrate.engines.docker.client import Daemon, reason
 from orchestrate.engines.docker.volumes import volumes
-from orchestrate.errors import EngineError, EngineLost, ResourceError, UsageError
-from orchestrate.files.paths import NODES, PACKAGE, code_folder
-from orchestrate.job import users
+from orchestrate.errors import EngineError, EngineLost, ResourceError
+from orchestrate.files.paths import NODES, code_folder
 from orchestrate.job.cores import cores
 from orchestrate.job.folders import data_paths, without_stores
 from orchestrate.job.gpus import DETAILS, LIST, NVIDIA_SMI_TIMEOUT, Offer, fields, offer, read, trouble_of
@@ -59,8 +58,7 @@ def inventory(daemon: Daemon, spec: JobSpec, run: Path, run_image: bool) -> tupl
     if possible:
         volumes(daemon, spec.image)  # raises ResourceError for unsupported volumes
     code = code_folder(spec.command)
-    _check_access(spec, code)
-    mounts.check_link(spec.command[0], code)
+    mounts.check_link(spec.command[0], code / spec.chdir)
     python = probe.python(daemon, spec.image, run) if run_image else "python"
     modules = preload(spec, code)
     offered = Offer(why=NO_TOOLKIT)
@@ -73,7 +71,7 @@ def inventory(daemon: Daemon, spec: JobSpec, run: Path, run_image: bool) -> tupl
     if run.name == NODES:
         mounts.node_mounts(run, Path.cwd())  # a cluster runs no command
     else:
-        mounts.node_mounts(run, code, spec.command)
+        mounts.node_mounts(run, code, spec.command, spec.chdir)
     here, count = cores(), max(1, daemon.info["NCPU"])  # the engine may run in a virtual machine
     ignored = ignoring(spec, SWARMS, "a single Docker Engine")
     inventory = Inventory(
@@ -110,17 +108,6 @@ def _about(spec: JobSpec) -> str:
     """Describe a job's image for the plan."""
     name = f"built from {spec.dockerfile}" if spec.dockerfile else spec.image
     return f"{name} with {pluralize(len(spec.pip), 'package')}" if spec.pip else name
-
-
-def _check_access(spec: JobSpec, code: Path) -> None:
-    """Raise UsageError if nodes run as another user who cannot read the code or the node's program."""
-    user = users.nodes_of(spec)
-    for path in (code, PACKAGE):
-        if user and not users.can_read(path, *user):
-            raise UsageError(
-                f"nodes run as user {user[0]}, who cannot read {path}",
-                f"chmod -R a+rX {path}; or --set user=root",
-            )
 
 
 def has_image(daemon: Daemon, image: str) -> bool:

@@ -61,7 +61,7 @@ def check_link(script: str, code: Path) -> None:
             )
 
 
-def node_mounts(run: Path, code: Path, command: tuple[str, ...] = ()) -> list[dict[str, Any]]:
+def node_mounts(run: Path, code: Path, command: tuple[str, ...] = (), chdir: str = "") -> list[dict[str, Any]]:
     """Return the mount of a job's or cluster's files, and the masks in its code folder.
 
     Raises EngineError for a path that cannot be mounted, and UsageError like `masks`.
@@ -69,7 +69,7 @@ def node_mounts(run: Path, code: Path, command: tuple[str, ...] = ()) -> list[di
     for path in (str(run), str(code)):
         if not is_text(path):
             raise EngineError(f"{ascii(path)} cannot be mounted: its name is not UTF-8", "use another folder")
-    hidden = masks(code, run.parent.parent, CODE, command)
+    hidden = masks(code, run.parent.parent, CODE, command, chdir)
     names = {mount["target"].removeprefix(f"{CODE}/") for mount in hidden}
     special = [*islice(special_files(code, names), max(0, MAX_MASKS + 1 - len(names)))]
     if len(hidden) + len(special) > MAX_MASKS:
@@ -80,15 +80,15 @@ def node_mounts(run: Path, code: Path, command: tuple[str, ...] = ()) -> list[di
     return [bind(run, JOB), *hidden, *(mask(code, name, CODE, folder=False) for name in special)]
 
 
-def masks(code: Path, runs: Path, place: str, command: tuple[str, ...] = ()) -> list[dict[str, Any]]:
+def masks(code: Path, runs: Path, place: str, command: tuple[str, ...] = (), chdir: str = "") -> list[dict[str, Any]]:
     """Return mounts, in the long form of a Compose file, that hide parts of a code folder that is mounted at `place`.
 
     Raises UsageError like `hidden`.
     """
-    return [mask(code, name, place, _is_folder(code / name)) for name in hidden(code, runs, command)]
+    return [mask(code, name, place, _is_folder(code / name)) for name in hidden(code, runs, command, chdir)]
 
 
-def hidden(code: Path, runs: Path, command: tuple[str, ...] = ()) -> list[str]:
+def hidden(code: Path, runs: Path, command: tuple[str, ...] = (), chdir: str = "") -> list[str]:
     """Return the paths in a code folder that nodes must not see.
 
     `runs` is the real path of the folder of all jobs, which need not exist. Raises UsageError if there are too many
@@ -113,7 +113,7 @@ def hidden(code: Path, runs: Path, command: tuple[str, ...] = ()) -> list[str]:
         if masked and name.startswith(f"{masked[-1]}/"):
             continue
         masked.append(name)
-        if any(f"{path}/".startswith(f"{name}/") for path in _scripts(command)):
+        if any(f"{path}/".startswith(f"{name}/") for path in _scripts(command, chdir)):
             hint = "remove it from .dockerignore, or add an exception (!); runs and .git are always hidden"
             raise UsageError(f"nodes cannot see the script: {name} is hidden", hint)
     return masked
@@ -147,12 +147,12 @@ def check_code_folder(code: Path, runs: Path) -> None:
         raise UsageError(f"{code} cannot be the code folder: it is a system folder", "use another folder")
 
 
-def _scripts(command: tuple[str, ...]) -> list[str]:
-    """Return the files that a command may run, as paths in the code folder."""
+def _scripts(command: tuple[str, ...], chdir: str) -> list[str]:
+    """Return the files that a command may run in the folder `chdir`, as paths in the code folder."""
     if command[:1] != ("-m",):
         given = [] if of_python(command) else [word for word in command[1:] if not word.startswith("-")]  # bash go.sh
-        return [os.path.normpath(word) for word in (*command[:1], *given[:1])]
-    path = command[1].replace(".", "/")
+        return [os.path.normpath(os.path.join(chdir, word)) for word in (*command[:1], *given[:1])]
+    path = os.path.normpath(os.path.join(chdir, command[1].replace(".", "/")))
     return [f"{path}.py", f"{path}/__main__.py"]
 
 

@@ -17,13 +17,13 @@ from orchestrate.engines import sockets
 from orchestrate.engines.base import Observed, Stop, never
 from orchestrate.engines.clients import NODE_EXIT_TIMEOUT, NodeClients, key_of
 from orchestrate.engines.connection import NodeConnection
-from orchestrate.engines.docker import document, folders, labels, mounts, objects, toolkit
+from orchestrate.engines.docker import document, folders, labels, mounts, objects, program, toolkit
 from orchestrate.engines.docker.client import Daemon, Events, begin
 from orchestrate.engines.docker.guard import Guard, wanted
 from orchestrate.engines.docker.services import Services
 from orchestrate.engines.docker.volumes import WIPED, volumes
 from orchestrate.errors import EngineError, EngineLost
-from orchestrate.files.paths import PROJECT, JobPaths
+from orchestrate.files.paths import PACKAGE, PROJECT, JobPaths
 from orchestrate.job.container import PIPE
 from orchestrate.job.outcomes import Activity, Reason, WorkerExit
 from orchestrate.job.plan import Plan, WorkerPlan
@@ -55,9 +55,11 @@ class DockerSession:
         self.sockets = JobPaths(run.parent).sockets  # the folder of the nodes' sockets on this machine
         code = plan.placement.code
         command = () if plan.job_id == plan.placement.cluster else spec.command  # a cluster runs no command
-        self.mounts = partial(mounts.node_mounts, run, Path(code), command)  # mounts that are not in the Compose file
+        self.mounts = partial(
+            mounts.node_mounts, run, Path(code), command, plan.placement.chdir
+        )  # mounts that are not in the Compose file
         self.given_mounts = partial(folders.given_mounts, spec, run.parent.parent)
-        self.cwd = plan.placement.cwd
+        self.cwd = plan.placement.cwd(mounts.CODE)
         # Part of a Compose file: each node's GPUs.
         self.devices = toolkit.service(toolkit.gpu_mode(daemon.info), plan.gpus)
         self.env = self._environment(plan, run)
@@ -363,5 +365,7 @@ class DockerSession:
         wiped = [*WIPED, document.SECRETS, *volumes(self.daemon, self.env["NODE_IMAGE"])]
         env = {**self.env, "NODE_WIPE": " ".join(wiped)}
         extra = [mounts.bind(self.sockets, SOCKETS)] if env["NODE_SOCKETS"] else []
+        if (readable := program.folder(self.spec)) != PACKAGE:
+            extra.append({**mounts.bind(readable, program.TARGET), "read_only": True})
         given = document.document(self.spec, [*self.mounts(), *self.given_mounts(), *extra], self.devices)
         self.daemon.compose(*command, env=env, given=given, capture=True, stopped=stopped)

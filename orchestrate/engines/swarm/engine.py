@@ -40,7 +40,7 @@ class SwarmEngine:
         """Count hosts, cores and GPUs; raises ResourceError if something is missing."""
         self._check(spec)
         code = code_folder(spec.command)
-        check_link(spec.command[0], code)
+        check_link(spec.command[0], code / spec.chdir)
         code_files(code, run.parent.parent)  # raises ResourceError if they are too large
         hosts = self.manager.candidate_hosts(spec)
         nodes = spec.trainers + 1
@@ -94,8 +94,9 @@ class SwarmEngine:
         self.manager.remove(job_id, grace)
 
     def _check(self, spec: JobSpec) -> None:
-        if spec.pin or spec.share_gpus:
-            raise UsageError("Docker Swarm does not support pin and share_gpus", "remove them; use cpus to limit cores")
+        if spec.pin or spec.share_gpus or spec.virtual_local_rank:
+            why = "Docker Swarm does not support pin, share_gpus and virtual_local_rank"
+            raise UsageError(why, "remove them; use cpus to limit cores")
         if spec.keep:
             raise UsageError("Docker Swarm does not support keep", "use up, which starts nodes that stay up")
         if spec.data or spec.mounts:

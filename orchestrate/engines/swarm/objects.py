@@ -8,11 +8,10 @@ from pathlib import Path
 
 from docker.models.containers import Container
 
-from orchestrate.engines.docker import helpers, labels
+from orchestrate.engines.docker import helpers, labels, program
 from orchestrate.engines.swarm import service_spec
 from orchestrate.engines.swarm.manager import ApiObject, Manager, ended, failed_to_start
 from orchestrate.errors import EngineError
-from orchestrate.files.paths import PACKAGE
 from orchestrate.job import container
 from orchestrate.job.plan import Plan
 from orchestrate.job.spec import JobSpec
@@ -106,7 +105,7 @@ class SwarmJob:
             self.daemon,
             RELAY_MEMORY + nodes * CONNECTION_MEMORY,
             RELAY_PROCESSES,
-            {"network_mode": self.network, "binds": [f"{PACKAGE}:/opt/orchestrate:ro"], "init": True},
+            {"network_mode": self.network, "binds": [f"{program.folder(self.spec)}:{program.TARGET}:ro"], "init": True},
             name=name,
             entrypoint=["python", container.PROGRAM],
             environment={"NODE_MODE": "relay", "NODE_PORT": str(self.port), "NODE_KEY": self.key.hex()},

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from orchestrate.engines.docker import labels
+from orchestrate.engines.docker.program import files
 from orchestrate.engines.docker.volumes import WIPED, checked
 from orchestrate.files.paths import PACKAGE
 from orchestrate.job import container
@@ -42,8 +43,7 @@ def program() -> bytes:
     """
     file = io.BytesIO()
     with tarfile.open(fileobj=file, mode="w:gz") as archive:
-        # With __init__.py, so that an `orchestrate` that the image has installed is not taken for this one.
-        for path in [PACKAGE / "__init__.py", *sorted(PACKAGE.joinpath("node").glob("*.py"))]:
+        for path in files():
             archive.add(path, path.relative_to(PACKAGE.parent))
     return file.getvalue()
 

@@ -64,7 +64,7 @@ class SwarmSession:
         # The local job folder:
         self.files = run / plan.job_id if self.persistent and plan.project != plan.job_id else run
         self.job_dir = plan.placement.job_dir  # the job folder in nodes
-        self.workdir = plan.placement.cwd or service_spec.CODE  # the working directory of workers
+        self.workdir = plan.placement.cwd(service_spec.CODE)  # the working directory of workers
         self.clients = NodeClients(self, warn, self._heard, self._lost)
         self.nodes: dict[str, ApiObject] = {}  # task by node
         self.asked: dict[str, float] = {}  # node: time of the first unanswered request

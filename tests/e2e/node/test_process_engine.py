@@ -9,6 +9,7 @@ import signal
 import socket
 import stat
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -64,7 +65,7 @@ class Nodes:
         return self.sessions[-1]
 
     def plan(self, spec: JobSpec = SPEC, job: str = "j", **site: Any) -> Plan:
-        here = HERE.but(engine="process", master_addr="127.0.0.1", interface="lo", network="")
+        here = HERE.but(engine="process", python=sys.executable, master_addr="127.0.0.1", interface="lo", network="")
         changes = {"code": str(self.folder), "job_dir": str(self.run), **site}
         return plan(spec, here.but(**changes), job)
 

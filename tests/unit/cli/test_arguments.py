@@ -83,6 +83,8 @@ def test_dashes_in_the_jobs_command_must_be_passed_through():
         ("torchrun --nproc-per-node 2 -- train.py a", "train.py a", {"nproc_per_node": "2"}),
         ("python -m torch.distributed.run --nnodes 2 train.py", "train.py", {"trainers": 1}),
         ("torchrun --run-path /a/train.py", "/a/train.py", {}),
+        ("torchrun --virtual-local-rank train.py", "train.py", {"virtual_local_rank": True}),
+        ("/opt/venv/bin/torchrun train.py", "train.py", {}),
         ("python3 -u -m torch.distributed.launch --nproc_per_node 2 --use_env a.py", "a.py", {"nproc_per_node": "2"}),
         ("python -m torch.distributed.launch --use-env -m a.b c", "-m a.b c", {}),
         ("python -m torch.distributed.launch a.py b", "a.py --local-rank=$LOCAL_RANK b", {}),
@@ -104,7 +106,6 @@ def test_a_command_must_mean_what_it_means_to_torchrun(arguments, read, asked):
         ("torchrun --nnodes 4:x train.py", "expected a number of nodes such as 4 or 1:4, not '4:x'"),
         ("torchrun --nnodes", "expected one argument"),
         ("torchrun -- --lr 1", "option --lr is not supported"),
-        ("torchrun --virtual-local-rank train.py", "--virtual-local-rank"),
     ],
 )
 def test_unsupported_torchrun_arguments_must_be_named(arguments, why):

@@ -3,6 +3,7 @@
 import fcntl
 import os
 import socket
+import sys
 
 import pytest
 from support.ends import KEY
@@ -27,10 +28,49 @@ def test_a_worker_must_get_the_environment_of_the_caller_without_secrets_that_ar
     session = ProcessEngine().open(requested, planned, paths.shared, lambda warning: None)
     request = session.request(planned.workers[0], ("x.py",))
     session.clients.selector.close()
-    assert (request.command, request.inherit, request.cwd) == (["x.py"], False, planned.placement.cwd or str(tmp_path))
+    assert (request.command, request.inherit, request.cwd) == (["x.py"], False, planned.placement.cwd(str(tmp_path)))
     assert (request.env["WANDB_KEY"], request.env["RANK"]) == ("of the caller", "0")
     assert request.env["PYTHONUNBUFFERED"] == "0" and "HF_TOKEN" not in request.env
-    assert request.env["PATH"] == (f"{os.path.dirname(python)}:" if pip else "") + os.environ["PATH"]
+
+
+@pytest.mark.parametrize(
+    ("path", "first"),
+    [
+        ("{other}:/usr/bin", True),
+        ("/nowhere", True),
+        ("{folder}:{other}", False),
+        ("{empty}:{folder}:{other}", False),
+        ("{other}:{folder}", True),
+    ],
+)
+def test_python_in_a_shell_script_must_be_the_one_that_runs_scripts(tmp_path, monkeypatch, path, first):
+    paths = JobPaths(tmp_path / "j")
+    paths.create()
+    records.make(paths.root, KEY)
+    places = {name: str(tmp_path / name) for name in ("folder", "other", "empty")}
+    for name, place in places.items():
+        os.mkdir(place)
+        if name != "empty":
+            os.symlink(sys.executable, f"{place}/python")
+    given = path.format(**places)
+    monkeypatch.setenv("PATH", given)
+    for python, added in (("python", first), ("python3", first)):
+        site = HERE.but(engine="process", code=str(tmp_path), python=f"{places['folder']}/{python}")
+        planned = plan(spec(trainers=0), site, "j")
+        session = ProcessEngine().open(spec(trainers=0), planned, paths.shared, lambda warning: None)
+        request = session.request(planned.workers[0], ("x.sh",))
+        session.clients.selector.close()
+        assert request.env["PATH"] == (f"{places['folder']}:{given}" if added else given)
+
+
+def test_a_search_path_must_stay_as_it_is_if_the_interpreter_has_another_name(tmp_path, monkeypatch):
+    paths = JobPaths(tmp_path / "j")
+    paths.create()
+    records.make(paths.root, KEY)
+    planned = plan(spec(trainers=0), HERE.but(engine="process", python=str(tmp_path / "python3")), "j")
+    session = ProcessEngine().open(spec(trainers=0), planned, paths.shared, lambda warning: None)
+    assert session.request(planned.workers[0], ("x.sh",)).env["PATH"] == os.environ["PATH"]
+    session.clients.selector.close()
 
 
 def test_the_memory_of_a_job_must_be_that_of_its_listening_nodes_in_bytes(tmp_path):

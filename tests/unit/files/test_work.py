@@ -5,21 +5,16 @@ import os
 import resource
 import signal
 import stat
+import subprocess
+import sys
 import threading
 
 import pytest
-from support.methods import after
-from support.plans import HERE, plan
-from support.recording import RecordingEngine
-from support.scripted import ALL_WELL, Job
+from support.repo import ROOT
 
-from orchestrate.errors import EngineError
 from orchestrate.files import work
 from orchestrate.files.folder import Folder
 from orchestrate.files.work import Copy, tidy
-from orchestrate.job.outcomes import Outcome, WorkerExit
-from orchestrate.job.spec import JobSpec
-from orchestrate.supervise.job_files import JobFiles
 
 OWNER = (61000, 61000) if os.geteuid() == 0 else (os.getuid(), os.getgid())
 
@@ -105,15 +100,64 @@ def test_sockets_and_pipes_must_not_be_copied(tree):
     assert not os.listdir(tree.work)
 
 
-@pytest.mark.parametrize(("name", "rights"), [("key", 0), ("folder/key", 1), ("folder/key", 4)])
-def test_what_the_nodes_user_cannot_read_must_become_a_link(tree, name, rights):
-    tree.write(name)
-    first = name.partition("/")[0]
-    (tree.code / first).chmod(rights << 6 if os.geteuid() else rights)
-    tree.copy(owner=OWNER)
-    assert tree.found() == {first: f"-> /workspace/{first}"}
-    (tree.code / first).chmod(0o700)
+@pytest.mark.skipif(os.geteuid() != 0, reason="must be root to read what the nodes' user cannot")
+@pytest.mark.parametrize("mode", [0o600, 0o000])
+def test_the_nodes_user_must_be_able_to_read_what_root_can(tree, mode):
+    tree.write("private/key", mode=mode)
+    (tree.code / "private").chmod(0o700)
+    tree.code.chmod(0o700)
+    assert tree.copy(owner=OWNER).unreadable == []
+    assert tree.found() == {"private/key": "old"}
+    for path in (tree.work, tree.work / "private", tree.work / "private" / "key"):
+        status = path.stat()
+        assert status.st_uid == OWNER[0] and status.st_mode & stat.S_IRUSR
     assert tree.tidy() == ([], True)
+
+
+@pytest.mark.parametrize(
+    ("folder", "file", "named"),
+    [
+        (0o755, 0o644, []),
+        (0o755, 0o600, ["deep/large", "many"]),
+        (0o711, 0o644, ["many"]),  # cannot be listed
+        (0o700, 0o644, ["deep/large", "many"]),
+    ],
+)
+def test_what_neither_a_copy_nor_a_link_lets_nodes_read_must_be_named(tree, monkeypatch, folder, file, named):
+    monkeypatch.setattr(work, "MAX_FILE", 10)
+    monkeypatch.setattr(work, "MAX_FILES", 2)
+    tree.write("deep/large", "x" * 11, mode=file)
+    for name in ("many/1", "many/2", "many/3", ".venv/pyvenv.cfg"):
+        tree.write(name)
+    (tree.code / "many").chmod(0o700 if file == 0o600 else folder)
+    for name in ("deep", ".venv"):
+        (tree.code / name).chmod(folder)
+    copy = tree.copy(owner=(61000, 61000) if os.geteuid() == 0 else (os.getuid() + 1, os.getgid() + 1))
+    assert copy.unreadable == named
+
+
+COPY = """
+import sys
+from pathlib import Path
+from orchestrate.files.folder import Folder
+from orchestrate.files.work import Copy
+copy = Copy(Path(sys.argv[1]), (), Folder(Path(sys.argv[2]), "job"), "work", "/workspace", None)
+copy.run()
+print(*sorted(copy.unreadable))
+"""
+WITHOUT_RIGHTS = ("setpriv", "--bounding-set=-all", "--inh-caps=-all")  # as root, who could read all files
+
+
+def test_what_the_caller_cannot_read_must_become_a_link_and_be_named(tree):
+    tree.write("key", mode=0)
+    tree.write("folder/key")
+    (tree.code / "folder").chmod(0)
+    command = [sys.executable, "-c", COPY, str(tree.code), str(tree.work.parents[1])]
+    prefix = WITHOUT_RIGHTS if os.geteuid() == 0 else ()
+    done = subprocess.run([*prefix, *command], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
+    assert done.stdout.split() == ["folder", "key"]
+    (tree.code / "folder").chmod(0o700)
+    assert tree.found() == {name: f"-> /workspace/{name}" for name in ("folder", "key")}
 
 
 @pytest.mark.parametrize("name", ["node_modules/a/b.js", ".venv/pyvenv.cfg"])
@@ -280,75 +324,3 @@ def test_tidying_must_not_follow_a_link_in_place_of_the_job_folder(tree, tmp_pat
     with pytest.raises(OSError):
         tree.tidy()
     assert (outside / "work" / "__pycache__" / "a").exists()
-
-
-def copying(folder):
-    """The plan of a job whose workers run in a copy of `folder`."""
-    site = HERE.but(code=str(folder), original="/workspace")
-    return plan(JobSpec(trainers=2, grace=0.01), site, "j", 29500)
-
-
-def test_what_was_copied_must_be_known_to_the_next_supervisor(tmp_path, monkeypatch):
-    (tmp_path / "code").mkdir()
-    (tmp_path / "code" / "train.py").write_text("old")
-    (tmp_path / "code" / "key").write_text("hidden")
-    job, wanted, user = Job(tmp_path / "runs"), copying(tmp_path / "code"), os.getuid() or 1234
-    (job.paths.shared / "work").mkdir()
-    engine = RecordingEngine([[WorkerExit(1, 137)]], [ALL_WELL])
-    engine.masked = {"key"}
-    assert job.run(engine, JobSpec(trainers=2, grace=0.01, user=str(user)), wanted).outcome == Outcome.SUCCEEDED
-    assert (job.paths.shared / "work" / "train.py").read_text() == "old"
-    assert (job.paths.shared / "work" / "train.py").stat().st_uid == user
-    (copied,) = job.noted("code_copied")  # not again at the restart
-    assert (copied["files"], copied["bytes"], copied["links"]) == (1, 3, 0)
-    (tmp_path / "code" / "train.py").write_text("fixed meanwhile")
-    written = JobFiles(job.paths).tidy(wanted.placement)
-    assert written and (written.files, written.complete) == ([], True)
-    assert not os.listdir(job.paths.shared / "work")
-
-
-def test_a_copy_must_end_before_the_job_does(tmp_path, monkeypatch):
-    class Slow(Copy):
-        def run(self):
-            for _ in range(3000):
-                if self.stopped() or pause.wait(0.01):
-                    break
-            engine.calls.append("copied" if self.stopped() else "not stopped")
-
-    pause, engine = threading.Event(), RecordingEngine()
-    monkeypatch.setattr("orchestrate.supervise.work_copy.Copy", Slow)
-    engine.missing = {"trainer-1"}
-    with pytest.raises(EngineError):
-        Job(tmp_path / "runs").run(engine, plan_=copying(tmp_path))
-    assert "copied" in engine.calls and engine.calls.index("copied") < engine.calls.index("down")
-    pause.set()
-
-
-def test_a_request_to_stop_must_cut_a_copy_short(tmp_path, monkeypatch):
-    class Slow(Copy):
-        def run(self):
-            up.wait(30)
-            answers.append(self.stopped())
-
-    monkeypatch.setattr("orchestrate.supervise.work_copy.Copy", Slow)
-    job, engine, up, answers = Job(tmp_path / "runs"), RecordingEngine(), threading.Event(), []
-    engine.up = after(engine.up, up.set)
-    job.stops = lambda: int(up.is_set())
-    assert job.run(engine, plan_=copying(tmp_path)).outcome == Outcome.STOPPED
-    assert answers == [True]
-
-
-def test_a_copy_must_be_repeated_once_the_disk_has_space(tmp_path, monkeypatch):
-    class Full(Copy):
-        def run(self):
-            if '"disk_full"' not in job.paths.events.read_text():
-                raise OSError(errno.ENOSPC, "No space left on device")
-            super().run()
-
-    monkeypatch.setattr("orchestrate.supervise.work_copy.Copy", Full)
-    (tmp_path / "code").mkdir()
-    (tmp_path / "code" / "train.py").touch()
-    job = Job(tmp_path / "runs")
-    (job.paths.shared / "work").mkdir()
-    assert job.run(RecordingEngine([ALL_WELL]), plan_=copying(tmp_path / "code")).outcome == Outcome.SUCCEEDED
-    assert job.names().count("disk_full") == 1 and (job.paths.shared / "work" / "train.py").exists()

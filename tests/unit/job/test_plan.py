@@ -116,6 +116,14 @@ def test_a_worker_must_see_its_gpu_at_its_local_rank_and_no_gpus_of_other_nodes(
     assert len({worker.gpu for worker in planned.workers}) == 4
 
 
+@pytest.mark.parametrize("gpus", [0, 4])
+def test_a_worker_with_a_virtual_local_rank_must_see_only_its_own_gpu(gpus):
+    planned = plan(JobSpec(trainers=1, nproc_per_node=2, virtual_local_rank=True), with_gpus(gpus), "a-1")
+    seen = [(worker.env["LOCAL_RANK"], worker.env["CUDA_VISIBLE_DEVICES"]) for worker in planned.workers]
+    assert seen == [("0", worker.gpu) for worker in planned.workers]
+    assert [worker.local_rank for worker in planned.workers] == [0, 1, 0, 1]
+
+
 def test_the_environment_must_match_torchruns():
     first, last = plan(JobSpec(trainers=1, nproc_per_node=2), HERE, "a-1").workers[::3]
     assert last.env == first.env | {

@@ -105,6 +105,44 @@ def test_frameworks_must_be_found_by_their_names(tmp_path):
     assert imports.uses(["train.py"], str(tmp_path)) == ["deepspeed", "pytorch_lightning", "transformers"]
 
 
+def test_what_a_script_does_with_torch_must_be_found_with_its_place(tmp_path):
+    (tmp_path / "train.py").write_text(
+        "import lib.net\n# torch.multiprocessing.spawn(main)\nmp.spawn(main)\nmp.spawn(x)"
+    )
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "net.py").write_text(
+        "dist.init_process_group('gloo', init_method='file:///tmp/x')\nif os.environ['MASTER_ADDR'] == 'x': pass\n"
+    )
+    place = {"group": "lib/net.py:1", "file": "lib/net.py:1", "spawn": "train.py:3"}
+    assert imports.traits(["train.py"], str(tmp_path)) == place
+    assert imports.traits(["none.py"], str(tmp_path)) == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("address", "os.environ['MASTER_ADDR'] = 'localhost'"),
+        ("address", 'environ[ "MASTER_PORT" ]="1"'),
+        ("address", "group(init_method='tcp://127.0.0.1:23456')"),
+        ("spawn", "torch.multiprocessing.spawn(main, nprocs=2)"),
+        ("file", "store = dist.FileStore(path, 2)"),
+        ("parallel", "model = DDP(model)"),
+        ("parallel", "fully_shard(model)"),
+    ],
+)
+def test_each_way_to_write_it_must_be_found(tmp_path, name, line):
+    (tmp_path / "train.py").write_text(f"import os\n{line}\n")
+    assert imports.traits(["train.py"], str(tmp_path)) == {name: "train.py:2"}
+
+
+def test_ray_on_several_nodes_must_be_warned_about(tmp_path, capsys):
+    (tmp_path / "train.py").write_text("import ray")
+    assert preload(JobSpec(command=("train.py",), trainers=0), tmp_path) == ()
+    assert capsys.readouterr().err == ""
+    assert preload(JobSpec(command=("train.py",), trainers=1), tmp_path) == ()
+    assert "starts a cluster in each worker" in capsys.readouterr().err
+
+
 def test_the_number_of_files_read_must_be_limited(tmp_path, monkeypatch):
     monkeypatch.setattr(imports, "MAX_FILES", 3)
     for number, text in enumerate(("import f1", "import f2", "import f3", "import torch")):

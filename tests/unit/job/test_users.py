@@ -8,7 +8,6 @@ from collections.abc import Callable
 import pytest
 from support.plans import HERE, plan
 
-from orchestrate.engines.docker import image
 from orchestrate.errors import UsageError
 from orchestrate.files.paths import JobPaths
 from orchestrate.job import store, users
@@ -101,18 +100,6 @@ def test_read_access_must_be_derived_from_the_mode(tmp_path, mode, kind, readers
         os.chown(path, user, group)
     identities = {"owner": (user, group), "group": (5, group), "other": (5, 5), "root": (0, 0)}
     assert {name for name, (uid, gid) in identities.items() if users.can_read(path, uid, gid)} == readers
-
-
-@pytest.mark.skipif(os.getuid() != 0, reason="must be root for nodes of another user")
-def test_code_that_the_nodes_cannot_read_must_be_refused_with_a_hint(answers, daemon, tmp_path, monkeypatch):
-    monkeypatch.setattr(image, "code_folder", lambda command: tmp_path)
-    answers.images = {"mine:1"}
-    monkeypatch.setattr(image.probe, "python", lambda *_: "python")
-    tmp_path.chmod(0o700)
-    with pytest.raises(UsageError, match=f"nodes run as user {NODE[0]}, who cannot read {tmp_path}") as error:
-        image.inventory(daemon, JobSpec(image="mine:1"), tmp_path / "run", True)
-    assert error.value.hint == f"chmod -R a+rX {tmp_path}; or --set user=root"
-    assert image.inventory(daemon, JobSpec(image="mine:1", user="root"), tmp_path / "run", True)
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="must be root for nodes of another user")

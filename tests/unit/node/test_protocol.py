@@ -9,7 +9,15 @@ from support.messages import DEFAULTS, encoded, fields, message
 
 from orchestrate.node.protocol import REPORTS, encode, report
 
-USE = {"exchanged": 7, "connected": 1.0, "sampled": 2.0, "gpu": False, "torch": True, "version": "2.9.1+cpu"}
+USE = {
+    "exchanged": 7,
+    "connected": 1.0,
+    "sampled": 2.0,
+    "gpu": False,
+    "torch": True,
+    "version": "2.9.1+cpu",
+    "launcher": "torchrun",
+}
 BUSY = fields("status", codes={"0": 0}, hints={"0": "oom"}, running={"1": {}}, tags={"/job": "ab"}, uses={"0": USE})
 
 
@@ -86,6 +94,7 @@ def test_a_message_with_a_field_of_a_wrong_type_must_be_refused(say, field, valu
         *({"uses": {"0": USE | wrong}} for wrong in ({"exchanged": -1}, {"connected": "1"}, {"sampled": float("inf")})),
         *({"uses": {"0": USE | wrong}} for wrong in ({"gpu": 1}, {"torch": None}, {"version": "\x1b[31m"})),
         {"uses": {"0": USE | {"version": "2" * 41}}},
+        *({"uses": {"0": USE | {"launcher": wrong}}} for wrong in ("rm -rf", None, ["torchrun"])),
     ],
 )
 def test_a_status_with_invalid_worker_fields_must_be_refused(facts):

@@ -123,6 +123,17 @@ def test_bytes_of_a_child_process_must_count_for_its_worker(start, own_session):
     assert use and use.exchanged >= 10_000
 
 
+def test_a_launcher_that_a_script_starts_must_be_found(start, tmp_path):
+    (tmp_path / "torchrun").write_text("print('started', flush=True); input()")
+    shell = start("import subprocess, sys; subprocess.run([sys.executable, '-u', sys.argv[1]])", f"{tmp_path}/torchrun")
+    other = start("print('started', flush=True); input()", "torchrun")
+    assert (line(shell), line(other)) == ("started", "started")
+    node = Traffic(Timers(), lambda: {0: shell.pid, 1: other.pid})
+    node.sample()
+    uses = [node.use(0), node.use(1)]
+    assert [use and use.launcher for use in uses] == ["torchrun", ""]
+
+
 def test_the_most_that_a_connection_has_exchanged_must_be_kept_after_its_end(start):
     first = start(LISTEN)
     second = start(CONNECT, line(first))

@@ -65,7 +65,12 @@ def test_only_numbers_may_become_curves():
     values |= {"total_steps": 9, "save_seconds": 1.5}
     assert progress([values]).curves == {"loss": [(1, 0.5)]}
     many = progress([{f"m{number}": value for number in range(100)} for value in (1, 2)])
-    assert [*many.curves.values()] == [[(1, 1), (2, 2)]] * MAX_CURVES
+    assert [*many.drawn().values()] == [[(1, 1), (2, 2)]] * MAX_CURVES
+
+
+def test_settings_that_are_printed_once_must_not_take_the_place_of_metrics():
+    rows = [*({f"setting {number}": 1} for number in range(50)), {"loss": 2}, {"loss": 1}]
+    assert [*progress(rows).drawn()] == ["loss"]
 
 
 def test_a_metric_with_many_values_must_keep_its_first_and_last_ones(monkeypatch):

@@ -49,7 +49,7 @@ def test_library_code_must_not_be_taken_for_user_code(library):
 
 def test_a_worker_whose_stack_has_no_user_code_must_be_located_at_the_top_frame():
     assert parse_position(dumped(thread(REDUCE, BACKWARD))) == Position(
-        f"{REDUCE[0]}:2501 in all_reduce", "all_reduce", True
+        f"{REDUCE[0]}:2501 in all_reduce", "all_reduce", True, own=False
     )
 
 
@@ -276,6 +276,46 @@ def test_an_idle_job_must_count_as_hung_and_every_worker_must_be_asked_for_its_s
         "the job hung: rank 2 on trainer-2 never arrived: it is at /w/train.py:4 in load; "
         "2 others wait at /x/torch/distributed/c10d.py:4 in all_reduce"
     )
+
+
+ERROR = """Traceback (most recent call last):
+  File "/workspace/train.py", line 30, in <module>
+    raise RuntimeError("bad sample")
+RuntimeError: bad sample
+"""
+EXIT = ("/usr/lib/python3.12/threading.py", 1624, "_shutdown")
+
+
+@pytest.mark.parametrize(
+    ("log", "stack", "failed"),
+    [
+        (ERROR, thread(EXIT), True),
+        (ERROR, "Current thread 0x00007f (most recent call first):\n  <no Python frame>\n", True),
+        (ERROR + "wandb: view the run\n", thread(EXIT), True),
+        (ERROR + "epoch 2\n" * 12, thread(EXIT), False),  # it was logged, and training went on
+        (ERROR, thread(EXIT, MINE, MAIN), False),  # the script has caught it
+        ("epoch 1\n", thread(EXIT), False),
+    ],
+)
+def test_a_script_that_has_failed_but_cannot_exit_must_be_the_cause_with_its_own_error(job, log, stack, failed):
+    engine = RecordingEngine([])
+
+    def dump() -> None:
+        for rank in range(3):
+            end = f"Fatal Python error: Aborted\n\n{stack if rank == 1 else thread(REDUCE, MINE)}"
+            job.paths.log(rank).write_text((log if rank == 1 else "epoch 1\n") + end)
+        engine.batches.append([WorkerExit(rank, 134) for rank in range(3)])
+
+    engine.dump = dump
+    job.run(engine, JobSpec(trainers=2, grace=0.01, hang_after=20.0, max_restarts=0))
+    (ended,) = [end for end in job.supervisor.history.ended if end.cause]
+    assert (ended.cause.rank, ended.cause.cause) == (1, "error" if failed else "hang")
+    if failed:
+        assert ended.cause.summary == (
+            "rank 1 on trainer-1 failed, but its threads or child processes kept it from exiting"
+        )
+        assert "RuntimeError: bad sample" in ended.cause.last_lines
+        assert not [line for line in ended.cause.last_lines if "Fatal Python error" in line]
 
 
 @pytest.mark.parametrize("alive", ["output", "processor", "metrics", "checkpoints", "pause"])

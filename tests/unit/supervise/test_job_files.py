@@ -118,9 +118,18 @@ def test_steps_in_the_output_of_rank_0_must_count_as_progress_but_not_those_of_b
     for step, bar in [(7, False), (3, False), (50, True)]:
         files.heard(Progress(step, metrics={"loss": 1 / step, "norm": float("inf")}, bar=bar))
     assert files.step() == 7 and files.metrics() == [{"step": 3, "loss": 0.02}]
-    for number in range(200):
-        files.heard(Progress(metrics={f"metric {number}": 0.5}))
-    assert [*files.metrics()[0]] == [f"metric {number}" for number in range(100, 200)]
+    for _ in range(2):
+        for number in range(200):
+            files.heard(Progress(metrics={f"metric {number}": files.step() + number}))
+    assert len(files.metrics()[0]) <= 100
+
+
+def test_settings_must_not_become_metrics_but_the_last_lines_may_be_printed_once(files):
+    files.heard(Progress(metrics={"min_lr": 1e-4, "dropout_loss": 0.1, "loss": 3.0}))
+    for loss in (2.0, 2.0, 1.0, 1.0, 1.0):
+        files.heard(Progress(metrics={"loss": loss}))
+    files.heard(Progress(metrics={"test_acc": 0.9}))
+    assert files.has_progress() and files.metrics() == [{"loss": 1.0, "test_acc": 0.9}]
 
 
 def test_workers_that_ran_in_the_code_folder_itself_must_have_no_list_of_written_files(files):

@@ -3,6 +3,7 @@
 import dataclasses
 import errno
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -58,6 +59,31 @@ def test_a_script_path_must_be_relative_to_the_code_folder(tmp_path, monkeypatch
     with pytest.raises(UsageError, match="is outside") as error:
         launch.check_script(JobSpec(command=(f"{tmp_path}/outside.py",)))
     assert error.value.hint.endswith(f"cd {tmp_path}")
+
+
+@pytest.mark.parametrize(("chdir", "kept"), [("a/b", "a/b"), ("./a//b/", "a/b"), ("link", "a/b"), (".", "")])
+def test_paths_of_a_command_must_start_where_workers_start(tmp_path, monkeypatch, chdir, kept):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "link").symlink_to("a/b")
+    for place in (tmp_path, tmp_path / "a", tmp_path / "a" / "b"):
+        (place / "train.py").touch()
+    above = os.path.relpath(tmp_path, tmp_path / kept)
+    for script in ("train.py", os.path.join(above, "a/train.py"), f"{tmp_path}/a/train.py"):
+        spec = launch.check_script(JobSpec(command=(script,), chdir=chdir))
+        expected = script if script == "train.py" else os.path.relpath("a/train.py", kept or ".")
+        assert (spec.command, spec.chdir) == ((expected,), kept)
+
+
+@pytest.mark.parametrize("chdir", ["none", "file", "..", "/tmp", "out", "loop", "a\0b"])
+def test_workers_must_start_in_a_folder_of_the_code(tmp_path, monkeypatch, chdir):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    (tmp_path / "out").symlink_to("..")
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(UsageError, match="chdir: .* is no folder in ") as error:
+        launch.check_script(JobSpec(command=("file.py",), chdir=chdir))
+    assert error.value.hint == "use a path relative to that folder"
 
 
 def test_a_python_script_that_does_not_exist_must_be_refused_wherever_it_would_be(tmp_path, monkeypatch):

@@ -55,6 +55,21 @@ def test_texts_of_torch_must_be_those_of_the_installed_version(tmp_path):
     assert {*found.stdout.splitlines()} == texts
 
 
+TAKEN = "DistNetworkError: The server socket has failed to listen on any local network address. port: 9, EADDRINUSE"
+UNANSWERED = (
+    "DistNetworkError: The client socket has timed out after 60000ms while trying to connect to (localhost, 9)."
+)
+
+
+@pytest.mark.parametrize("error", [TAKEN, UNANSWERED])
+def test_a_script_with_a_world_of_its_own_must_be_named_and_not_be_retried(tmp_path, error):
+    (tmp_path / "train.py").write_text("import torch\nmp.spawn(main)\n")
+    cause, hint = told(error, code=tmp_path)
+    assert (cause, hint.partition(":2")[0]) == ("script", "see whether this run called mp.spawn() at train.py")
+    (tmp_path / "train.py").write_text("import torch\n")
+    assert told(error, code=tmp_path)[0] == "error"
+
+
 BUS = """Traceback (most recent call last):
   File "queues.py", line 113, in get
     if not self._poll(timeout):
@@ -148,7 +163,8 @@ def test_a_missing_file_must_be_looked_for_where_it_can_be(tmp_path):
         return found
 
     assert hint("../data/x.csv") == (
-        "../data/x.csv is outside of the folder that nodes see: --data data=../data makes it available at $DATA_DATA"
+        "../data/x.csv is outside of the folder that nodes see: --data data=../data makes it available at $DATA_DATA; "
+        "or cd .., and run --chdir proj"
     )
     assert hint("here.csv").startswith("here.csv is in your folder, but not in the nodes' copy of it")
     assert hint("none.csv") == f"there is no none.csv in {code}"

@@ -51,10 +51,43 @@ def ended(*uses: Use | None, workers: int = 3) -> list[WorkerExit]:
 
 def test_isolated_workers_must_be_in_the_report_with_a_hint(job):
     engine = RecordingEngine([ended(ALONE, dataclasses.replace(ALONE, torch=False, version="2.9.0"))])
-    assert job.run(engine) == JobResult(Outcome.SUCCEEDED, "finished")
+    spec = JobSpec(trainers=2, grace=0.01, command=("train.py",))
+    assert job.run(engine, spec) == JobResult(Outcome.SUCCEEDED, "finished")
     (generation,) = job.supervisor.history.ended
     assert generation.exchanged == {0: 848, 1: 848, 2: 848} and generation.versions == ("2.9.0",)
     assert "init_process_group" in generation.isolated
+
+
+GROUP = "dist.init_process_group('gloo')\n"
+
+
+@pytest.mark.parametrize(
+    ("source", "hint"),
+    [
+        ("import torch", "call torch.distributed.init_process_group() and train a DistributedDataParallel model"),
+        (f"import torch\n{GROUP}", "after init_process_group() at train.py:2, train a DistributedDataParallel model"),
+        (
+            f"import model\n{GROUP}",
+            "init_process_group() is at train.py:2, DistributedDataParallel at model.py:1: see why",
+        ),
+        (f"{GROUP}mp.spawn(main)", "see whether this run called mp.spawn() at train.py:2: the job starts the workers"),
+        (
+            f"os.environ['MASTER_PORT'] = '29500'\n{GROUP}",
+            "see whether this run set its own address of rank 0 at train.py:1: leave it to the job (MASTER_ADDR)",
+        ),
+        (
+            "# mp.spawn(main)\nimport accelerate",
+            "pass model, optimizer and data loaders to Accelerator.prepare(); on the",
+        ),
+    ],
+)
+def test_the_hint_for_isolated_workers_must_say_what_was_seen_in_the_script(job, tmp_path, source, hint):
+    (tmp_path / "train.py").write_text(source)
+    (tmp_path / "model.py").write_text("from torch.nn.parallel import DistributedDataParallel")
+    spec = JobSpec(trainers=2, grace=0.01, command=("train.py",))
+    planned = plan(spec, HERE.but(code=str(tmp_path)), "j", 29500)
+    assert job.run(RecordingEngine([ended(ALONE)]), spec, planned).outcome == "succeeded"
+    assert job.supervisor.history.ended[0].isolated.startswith(hint)
 
 
 def test_isolated_workers_of_a_failed_generation_must_not_be_in_the_report(job):
@@ -130,19 +163,30 @@ def test_one_worker_must_need_no_communication(job):
 
 
 def run_for(
-    job, seconds: float, use: Use | None, gpus: tuple[str, ...] = (), late: float = 0.0, failures: int = 0
+    job,
+    seconds: float,
+    use: Use | None,
+    gpus: tuple[str, ...] = (),
+    late: float = 0.0,
+    failures: int = 0,
+    begins: float | None = 0.0,
 ) -> None:
-    """A job whose generations run for some seconds; its workers start `late` seconds after it, and have used `use`."""
+    """A job whose generations run for some seconds.
+
+    Its workers start `late` seconds after it, have used `use`, and write a first metric `begins` seconds after it.
+    """
     working = [[]] * int(10 * seconds)
     engine = RecordingEngine(*[[*working, KILLED]] * failures, [*working, ended(use)])
     start = job.clock.now
 
     def activity() -> dict[int, Activity]:
+        if begins is not None and job.clock.now - start > begins:
+            job.paths.metrics.write_text('{"step": 1}\n')
         now = use and dataclasses.replace(use, sampled=job.clock.now - start - late)
         return {rank: Activity("R", 1.0, use=now) for rank in range(3)}
 
     engine.activity = activity
-    spec = JobSpec(trainers=2, grace=0.01)
+    spec = JobSpec(trainers=2, grace=0.01, command=("train.py",))
     assert job.run(engine, spec, plan(spec, HERE.but(gpus=gpus), "j", 29500)).outcome == "succeeded"
 
 
@@ -176,6 +220,29 @@ def test_no_warning_must_be_given_before_a_minute_or_if_workers_communicate(job,
 def test_gpus_that_are_not_used_in_the_first_minute_must_be_reported(job, used, ranks):
     run_for(job, 2 * CHECK_AFTER, dataclasses.replace(TOGETHER, gpu=used), gpus=("GPU-0", "GPU-1", "GPU-2"))
     assert [event["ranks"] for event in job.noted("gpus_unused")] == ranks
+
+
+@pytest.mark.parametrize(("begins", "times"), [(None, 0), (65.0, 0), (20.0, 1)])
+def test_a_minute_must_count_from_the_first_sign_of_training(job, begins, times):
+    """A script may load data or compile for minutes before it creates a process group or prints a step."""
+    unused = dataclasses.replace(ALONE, exchanged=0, connected=0.0)
+    run_for(job, 2 * CHECK_AFTER, unused, gpus=("GPU-0", "GPU-1", "GPU-2"), begins=begins)
+    assert [len(job.noted(name)) for name in ("workers_isolated", "gpus_unused")] == [times, times]
+
+
+def test_a_launcher_in_the_script_must_be_named(job):
+    found = dataclasses.replace(ALONE, launcher="torchrun")
+    assert job.run(RecordingEngine([ended(ALONE, found, ALONE)])).outcome == "succeeded"
+    assert job.supervisor.history.ended[0].isolated == (
+        "torchrun starts workers of its own on each node: run its script as the job's, without torchrun"
+    )
+
+
+def test_a_job_that_was_stopped_must_not_be_told_to_exchange_data(job):
+    engine = RecordingEngine([[], ended(ALONE)])
+    job.stops = lambda: 1
+    assert job.run(engine).outcome == "stopped"
+    assert [ended.isolated for ended in job.supervisor.history.ended] in ([], [""])
 
 
 def test_a_job_on_the_cpu_must_not_be_asked_for_gpus(job):

@@ -129,9 +129,9 @@ def test_a_metric_of_the_script_must_not_be_replaced_by_one_of_that_name_in_its_
     state.hear(0, parse("epoch 1: loss 0.75, acc 0.5"), 4.0)
     state.measure({"step": 7, "loss": 0.5}, 5.0)
     state.hear(0, parse("epoch 1: loss 0.25, acc 0.6"), 6.0)
-    assert drawn(state, 6.0)[0].endswith("  loss 0.5  acc 0.6")
+    assert drawn(state, 6.0)[0].endswith("  loss 0.5  acc 0.6  epoch 1")
     state.measure({"step": 8, "loss": 0.125}, 7.0)
-    assert drawn(state, 8.0)[0].endswith("  loss 0.125  acc 0.6")
+    assert drawn(state, 8.0)[0].endswith("  loss 0.125  acc 0.6  epoch 1")
 
 
 def test_only_the_first_metrics_and_the_last_events_must_be_shown():

@@ -49,12 +49,12 @@ def test_a_bar_of_tqdm_must_be_read():
         (f"{{'a': 1{'0' * 400}}}", None),
         ("{1, 2}", None),
         ("{'loss': '1.25', 'epoch': '0.5'}", Progress(metrics={"loss": 1.25, "epoch": 0.5})),
-        ("epoch 1/3: accuracy 97.05%, loss=0.0910", Progress(metrics={"loss": 0.091})),
+        ("epoch 1/3: accuracy 97.05%, loss=0.0910", Progress(metrics={"epoch": 1.0, "accuracy": 97.05, "loss": 0.091})),
         ("accuracy 1E-3 ppl: -0.5 perplexity=3", Progress(metrics={"accuracy": 0.001, "ppl": -0.5, "perplexity": 3.0})),
         ("step 2.9, loss 1", Progress(metrics={"loss": 1.0})),
         ("step 7, val_loss: 1e-3", Progress(7, metrics={"val_loss": 0.001}, bar=True)),
         ("iter 250: loss 2.4310, time 41.2ms", Progress(250, metrics={"loss": 2.431}, bar=True)),
-        ("[step 3/90] train loss 0.5", Progress(3, 90, metrics={"loss": 0.5}, bar=True)),
+        ("[step 3/90] train loss 0.5", Progress(3, 90, metrics={"train_loss": 0.5}, bar=True)),
         ("Iteration 7 of 90 begins", Progress(7, 90, bar=True)),
         ("in step 2026-11-24", None),
         ("misstep 7", None),
@@ -74,6 +74,49 @@ def test_a_bar_of_tqdm_must_be_read():
 )
 def test_lines_must_be_read(line, expected):
     assert parse(line) == expected
+
+
+# As the examples of Accelerate, Lightning, Fabric, timm, Megatron, nanoGPT, minGPT, DGL and PyTorch print them.
+@pytest.mark.parametrize(
+    ("line", "metrics"),
+    [
+        ("epoch 0: {'accuracy': 0.68, 'f1': 0.81}", {"epoch": 0, "accuracy": 0.68, "f1": 0.81}),
+        ("{'accuracy': np.float64(0.68), 'Loss': tensor(0.3, device='cuda:0')}", {"accuracy": 0.68, "loss": 0.3}),
+        ("step 7: {'loss': 0.5}", {"loss": 0.5}),
+        ("│         test_acc          │    0.9124000072479248     │", {"test_acc": 0.9124000072479248}),
+        ("        test_loss           0.31230002641677856", {"test_loss": 0.31230002641677856}),
+        ("Train Epoch: 1 [640/60000 (1%)]\tLoss: 2.298", {"epoch": 1, "loss": 2.298}),
+        ("Train Epoch: \t1, Loss: \t0.2312", {"epoch": 1, "loss": 0.2312}),
+        ("Test set: Average loss: 0.05, Accuracy: 9838/10000 (98%)", {"loss": 0.05, "accuracy": 0.9838}),
+        ("Accuracy: 454/512 (89%)", {"accuracy": 0.88671875}),
+        ("Accuracy: 0/0 (0%)", {"accuracy": 0}),
+        (" Accuracy: 47.5%, Avg loss: 1.914", {"accuracy": 47.5, "loss": 1.914}),
+        ("Epoch: [0][ 10/99]\tTime 0.5 ( 0.7)\tLoss 6.9e+00 (7.0)\tAcc@1   0.01 ( 0.1)", {"loss": 6.9, "acc@1": 0.01}),
+        (" *   Acc@1 69.758 Acc@5 89.078", {"acc@1": 69.758, "acc@5": 89.078}),
+        ("step 250: train loss 2.4326, val loss 2.4512", {"train_loss": 2.4326, "val_loss": 2.4512}),
+        ("Epoch 2/10, Validation Loss: 0.5, Val Acc: 88.2%", {"epoch": 2, "val_loss": 0.5, "val_acc": 88.2}),
+        ("Epoch 00003 | Time 0.52 | Loss 0.90 | Train Acc 0.91", {"epoch": 3, "loss": 0.9, "train_acc": 0.91}),
+        ("[GPU0] Epoch 3 | Batchsize: 32 | Steps: 64", {"epoch": 3}),
+        ("  train_loss               =     0.6012", {"train_loss": 0.6012}),
+        ("Train: 0 [   0/1251 (  0%)]  Loss: 6.95 (6.95)  LR: 1.000e-05", {"loss": 6.95, "lr": 1e-05}),
+        ("learning rate: 1.5E-04 | lm loss: 6.1E+00 | loss scale: 1.0", {"learning_rate": 1.5e-4, "loss": 6.1}),
+        ("Rank 1 training batch 50 loss 0.31", {"loss": 0.31}),
+        ("loss: 2.301585  [   64/60000]", {"loss": 2.301585}),
+        ("[1,  2000] loss: 2.171", {"loss": 2.171}),
+        ("INFO:root:epoch=4 train_loss=0.1 lr=1e-3", {"epoch": 4, "train_loss": 0.1, "lr": 0.001}),
+        (" 45%|####5     | 12/27 [00:04<01:02,  2.00s/it, Loss=0.5]", {"loss": 0.5}),
+        ("  train_runtime            = 0:00:12.10", None),
+        ("val_loss improved from 0.50 to 0.45", None),
+        ("min_lr = 6e-05", None),
+        ("lr_decay_iters=600000", None),
+        ("coca_caption_loss_weight: 2.0", None),
+        ("warmup_lr 1e-6, epochs 90", None),
+        ("{'learning_rate': 0.1, 'model': 'resnet50'}", None),
+    ],
+)
+def test_metrics_must_be_found_in_what_public_scripts_print(line, metrics):
+    found = parse(line)
+    assert (found.metrics if found else None) == metrics
 
 
 PATTERNS = {"loss": r"Loss: ([0-9,.]+)", "step": r"iteration (\d+)", "total_steps": r"iteration \d+ of (\d+)"}
@@ -177,4 +220,22 @@ def test_patterns_must_be_searched_in_the_output_of_rank_0_only(paths):
     follower = Follower(paths, [0, 1])
     listen(follower, Reader({"mine": r"Loss: ([0-9.]+)"}), screen)
     assert len([*follower.lines()]) == 2
-    assert seen == [(0, {"mine": 0.5}), (1, {"Loss": 0.5, "loss": 7.0})]
+    assert seen == [(0, {"mine": 0.5}), (1, {"loss": 7.0})]
+
+
+@pytest.mark.parametrize(
+    ("texts", "patterns", "taken"),
+    [
+        ({0: "loss 1", 1: "loss 2"}, {}, [1.0]),
+        ({0: "hello", 2: "loss 3"}, {}, [3.0]),
+        ({0: "hello", 2: "loss 3"}, {"loss": r"loss ([0-9])"}, []),
+    ],
+)
+def test_the_progress_of_another_rank_must_count_if_rank_0_prints_none(paths, texts, patterns, taken):
+    found = []
+    for rank, text in texts.items():
+        paths.log(rank).write_text(f"{text}\n")
+    follower = Follower(paths, [*texts])
+    listen(follower, Reader(patterns), Screen(), lambda progress: found.append(progress.metrics["loss"]))
+    assert len([*follower.lines()]) == 2
+    assert found == taken

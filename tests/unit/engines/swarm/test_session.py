@@ -96,7 +96,7 @@ def test_a_swarm_without_a_ready_host_must_be_reported(stub, code, tmp_path):
 
 
 UNSUPPORTED: dict[str, list[dict[str, Any]]] = {
-    "pin and share_gpus": [{"pin": True}, {"share_gpus": True}],
+    "pin, share_gpus and virtual_local_rank": [{"pin": True}, {"share_gpus": True}, {"virtual_local_rank": True}],
     "keep": [{"keep": 60.0}],
     "data and mounts": [{"data": "/data"}, {"mounts": ["/m:/m:ro"]}],
     "ports, services and stdin": [{"ports": ["127.0.0.1:80:80"]}, {"services": "services.yml"}, {"stdin": True}],
