@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 
 from orchestrate import console, errors
@@ -14,6 +15,7 @@ from orchestrate.clock import SYSTEM, Clock
 from orchestrate.console import print_message
 from orchestrate.errors import OrchestrateError, UsageError
 from orchestrate.files import bounded, log_file
+from orchestrate.patience import Abandoned
 
 
 def main(argv: list[str], clock: Clock = SYSTEM) -> int:
@@ -40,7 +42,7 @@ def _run_guarded(argv: list[str], clock: Clock) -> int:
         if error.hint:
             print_message(f"hint: {error.hint}")
         return error.exit_code
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, Abandoned):
         print_message("stopped")
         return errors.INTERRUPTED
     except SystemExit as end:  # argparse printed the help or version, or a user detached from a job
@@ -49,6 +51,8 @@ def _run_guarded(argv: list[str], clock: Clock) -> int:
         return errors.SUCCEEDED
     except OSError as error:  # a full disk, a file of another user
         print_message(f"error: {error.strerror or error}" + f": {error.filename}" * bool(error.filename))
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            print_message("hint: free disk space, and try again")
         return errors.FAILED
 
 

@@ -6,21 +6,40 @@ import signal
 import threading
 from typing import Any
 
-from orchestrate import console
+from orchestrate import console, patience
 from orchestrate.job.spec import JobSpec
+
+HURRY, HURRY_PER_NODE = 10.0, 0.5  # seconds from the second request until the command gives up what it waits for
+AGAIN = 1.0  # seconds until it is interrupted again, if it waits for its own threads then
 
 
 def count(spec: JobSpec) -> Any:
-    """Count Ctrl-C and SIGTERM as requests to stop, and ignore SIGHUP; return a function that returns the count."""
+    """Count Ctrl-C and SIGTERM as requests to stop, and ignore SIGHUP; return a function that returns the count.
+
+    After SIGTERM, which nobody may repeat, the end of the grace period is the second request. Abandoned is raised in
+    the main thread if that has not ended the command: the engine, a disk or a store may not respond.
+    """
     seen: list[int] = []
+    most = HURRY + HURRY_PER_NODE * (1 + spec.trainers + spec.spares)
 
     def note(number: int, _: object) -> None:
         seen.append(number)
-        first = f"stopping: workers have {spec.grace:g} s to exit; press Ctrl-C again to kill them"
-        console.print_later(first if len(seen) == 1 else "killing the workers")
+        if len(seen) == 1:
+            console.print_later(f"stopping: workers have {spec.grace:g} s to exit; press Ctrl-C again to kill them")
+            if number == signal.SIGTERM:
+                patience.limit(spec.grace, AGAIN)
+        elif len(seen) == 2:
+            console.print_later("killing the workers")
+            patience.limit(most, AGAIN)
+
+    def late(number: int, frame: object) -> None:
+        if len(seen) > 1:
+            raise patience.Abandoned
+        note(number, frame)
 
     threading.Thread(target=console.print_queued, daemon=True).start()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, note)
+    signal.signal(patience.SIGNAL, late)
     signal.signal(signal.SIGHUP, lambda *_: None)
     return lambda: len(seen)

@@ -53,12 +53,14 @@ class Supervisor:
 
 @contextmanager
 def held(paths: JobPaths) -> Iterator[None]:
-    """Hold the lock of a job; raises BlockingIOError if another process holds it."""
-    with os.fdopen(os.open(paths.lock, _FLAGS | os.O_CREAT, 0o600), "r+b") as file:
+    """Hold the lock of a job; raises BlockingIOError if another process holds it, OSError if it cannot be written."""
+    with os.fdopen(os.open(paths.lock, _FLAGS | os.O_CREAT, 0o600), "r+b", buffering=0) as file:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         file.truncate()
-        file.write(f"{os.getpid()} {_started(os.getpid())}".encode())
-        file.flush()
+        try:
+            file.write(f"{os.getpid()} {_started(os.getpid())}".encode())
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(paths.lock)) from None
         yield
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
-from typing import TypeVar
+from concurrent.futures import Future
+from typing import ParamSpec, TypeVar
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 AT_ONCE = 4  # files; hides the latency of a request per small file, while large ones share the bandwidth
 
@@ -43,3 +45,22 @@ def each(work: Callable[[T], None], items: Iterable[T], stopped: Callable[[], bo
         raise
     if failures:
         raise failures[0]
+
+
+def interruptible(function: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:
+    """Return the result of a function that would keep the main thread from handling Ctrl-C until it returns.
+
+    So does the library of the stores, for minutes if a store does not respond. Another thread calls it then.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return function(*arguments, **options)
+    done: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(function(*arguments, **options))
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return done.result()

@@ -13,6 +13,7 @@ from urllib.parse import SplitResult, unquote, urlsplit
 
 from orchestrate.errors import ResourceError, StorageError, StorageLost, UsageError
 from orchestrate.job.redact import Mask
+from orchestrate.storage.parallel import interruptible
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -69,7 +70,7 @@ class Store:
         import obstore
 
         with self._errors(key):
-            obstore.put(self._writer, key, data, use_multipart=False)
+            interruptible(obstore.put, self._writer, key, data, use_multipart=False)
 
     def put_stream(self, key: str, size: int, chunks: Iterator[bytes]) -> None:
         """Store an object of `size` bytes in parts; it appears only once `chunks` ends without an exception.
@@ -81,7 +82,8 @@ class Store:
 
         part = max(PART, -(-size // MAX_PARTS))
         with self._errors(key):
-            obstore.put(self._writer, key, chunks, use_multipart=True, chunk_size=part, max_concurrency=PARTS_AT_ONCE)
+            options: Any = {"chunk_size": part, "max_concurrency": PARTS_AT_ONCE}
+            interruptible(obstore.put, self._writer, key, chunks, use_multipart=True, **options)
 
     def create(self, key: str, data: bytes) -> None:
         """Store a small object unless the key exists; a store without conditional writes replaces it.
@@ -93,20 +95,22 @@ class Store:
 
         with self._errors(key):
             try:
-                obstore.put(self._writer, key, data, mode="create")
+                interruptible(obstore.put, self._writer, key, data, mode="create")
             except (exceptions.AlreadyExistsError, exceptions.PreconditionError):
                 return
             except exceptions.BaseError as error:
                 if not isinstance(error, exceptions.NotSupportedError) and "NotImplemented" not in str(error):
                     raise
-                obstore.put(self._writer, key, data)
+                interruptible(obstore.put, self._writer, key, data)
 
     def read(self, key: str) -> Iterator[bytes]:
         """Yield the content of an object in pieces of a few MiB; raises StorageError if it does not exist."""
         import obstore
 
         with self._errors(key):
-            yield from map(bytes, obstore.get(self._reader, key).stream(min_chunk_size=1 << 20))
+            pieces = iter(interruptible(obstore.get, self._reader, key).stream(min_chunk_size=1 << 20))
+            while (piece := interruptible(next, pieces, None)) is not None:
+                yield bytes(piece)
 
     def list(self, below: str) -> Iterator[tuple[str, int]]:
         """Yield key and size in bytes of all objects in a folder, in no order."""
@@ -118,7 +122,8 @@ class Store:
 
         left = MAX_OBJECTS
         with self._errors(below):
-            for found in obstore.list(self._reader, below, chunk_size=1000):
+            listed = iter(obstore.list(self._reader, below, chunk_size=1000))
+            while (found := interruptible(next, listed, None)) is not None:
                 left -= len(found)
                 if left < 0:
                     raise StorageError(f"{self.url} holds more than {MAX_OBJECTS:,} objects", "use an empty prefix")
@@ -132,7 +137,7 @@ class Store:
 
         for key in keys:
             with self._errors(key), contextlib.suppress(FileNotFoundError):
-                obstore.delete(self._writer, key)
+                interruptible(obstore.delete, self._writer, key)
 
     @contextlib.contextmanager
     def _errors(self, key: str) -> Iterator[None]:

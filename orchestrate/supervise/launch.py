@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from orchestrate import __version__
+from orchestrate import __version__, patience
 from orchestrate.engines.base import Engine
 from orchestrate.errors import OrchestrateError, UsageError
 from orchestrate.files import folder, lock, log_file, records
@@ -135,6 +135,7 @@ def supervise(
     it.
     """
     with contextlib.ExitStack() as stack:
+        stack.callback(patience.calm)
         stack.enter_context(lock.held(paths))
         spec, plan = store.load(paths)
         hide = spec.mask()
@@ -169,6 +170,9 @@ def supervise(
             except OrchestrateError as error:
                 log.info("the job could not start or continue", exc_info=True)
                 result, failure = JobResult(Outcome.FAILED, supervisor.failure_reason(error)), error
+            except patience.Abandoned:
+                patience.calm()
+                result = supervisor.abandon()
         data = _end(supervisor, result, files, stores, hide)
         _finish(files, data, stores, shown.message)
         for text in reader.problems():
@@ -193,7 +197,11 @@ def _end(supervisor: Supervisor, result: JobResult, files: JobFiles, stores: Sto
     emit, ended = supervisor.emit, supervisor.history.ended
     down = isinstance(emit.events[-1], NodesDown)
     written = files.tidy(supervisor.plan.placement) if down else None
-    copies = stores.end(quiet=down)
+    try:
+        copies = stores.end("" if down else "nodes may still write")
+    except patience.Abandoned:
+        patience.calm()
+        copies = stores.end("copying was stopped")
     emit(JobEnded(result.outcome, result.why))
     emit.close()
     seconds, metrics, checkpoints = emit.events[-1].seconds, hide.inside(files.metrics()), files.checkpoints()
@@ -253,6 +261,9 @@ def _finish(files: JobFiles, data: dict[str, Any], stores: Stores, show: Callabl
             step()
         except (OSError, OrchestrateError) as error:  # does not change the outcome
             show(f"warning: could not finish all files of {paths.root}: {error}")
+        except patience.Abandoned:
+            patience.calm()
+            show(f"warning: could not finish all files of {paths.root} in time")
 
 
 def rest(paths: JobPaths, spec: JobSpec, plan: Plan, last: int | None = LAST_OUTPUT) -> Follower:

@@ -62,16 +62,16 @@ class Stored(Stores):
         if self.mirror and (error := self.mirror.state.error):
             self._warn(f"checkpoints are not copied: {error}")
 
-    def end(self, quiet: bool) -> list[Copied]:
-        """Copy the rest if nothing writes to the job folder anymore (`quiet`); return the state of each copy.
+    def end(self, refused: str = "") -> list[Copied]:
+        """Copy the rest, unless `refused` is why not; return the state of each copy.
 
         Gives up after a stop request, or after two minutes without progress.
         """
-        if not quiet:
+        if refused:
             if self.mirror:
                 self.mirror.close(0)
             stores = {"checkpoints": self.spec.checkpoints, "output": self.spec.output}
-            return [Copied(what, url, 0, "nodes may still write", "", []) for what, url in stores.items() if url]
+            return [Copied(what, url, 0, refused, "", []) for what, url in stores.items() if url]
         found = [self._end_mirror(self.mirror)] if self.mirror else []
         return found + ([self._copy_output()] if self.spec.output else [])
 

@@ -77,8 +77,8 @@ class Stores:
     def check(self) -> None:
         """Warn once about each problem."""
 
-    def end(self, quiet: bool) -> list[Copied]:
-        """Copy the rest if nothing writes to the job folder anymore (`quiet`); return the state of each copy."""
+    def end(self, refused: str = "") -> list[Copied]:
+        """Copy the rest, unless `refused` is why not; return the state of each copy."""
         return []
 
     def publish(self) -> None:

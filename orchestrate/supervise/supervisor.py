@@ -16,12 +16,15 @@ from orchestrate.job.patterns import Patterns
 from orchestrate.job.plan import Plan
 from orchestrate.job.recorder import Recorder
 from orchestrate.job.spec import JobSpec
+from orchestrate.patience import Abandoned
 from orchestrate.supervise.generation import BY_USER, Generation
 from orchestrate.supervise.job_files import JobFiles
 from orchestrate.supervise.nodes import Nodes
 from orchestrate.supervise.policy import decide
 from orchestrate.supervise.running import Running, Watch
 from orchestrate.supervise.stores import Stores
+
+ABANDONED = "they did not end in time after a request to stop"
 
 
 class Supervisor:
@@ -63,6 +66,7 @@ class Supervisor:
         self.nodes = Nodes(self.job, self.history.hosts, keep)
         logs = [rule["log"] for rule in spec.rules if "log" in rule]
         self.patterns = Patterns(logs, self.job.warn)
+        self.result = self.history.outcome
         self.connected = False  # whether the session knows the nodes, from `up` or `adopt`
 
     @property
@@ -73,17 +77,19 @@ class Supervisor:
     def supervise(self) -> JobResult:
         """Run the job and always remove its nodes; raises OrchestrateError if it could not start or continue."""
         failure = None
-        result = self.history.outcome
+        result = self.result
         if self.history.running < 0 and (result or self.history.recent):
             self._reconnect()
         try:
             self.stores.begin()
             if result is None:
-                result = self._run_generations()
+                self.result = result = self._run_generations()
                 self.emit(events.OutcomeDecided(result.outcome, result.why))
         except OrchestrateError as error:
             failure = error
             self.emit(events.OutcomeDecided(Outcome.FAILED, self.failure_reason(error)))
+        except Abandoned:
+            raise
         except BaseException:
             self.nodes.end_background()
             with contextlib.suppress(EngineError):  # nodes stay if their files could not be copied
@@ -109,6 +115,14 @@ class Supervisor:
             raise failure
         assert result
         return replace(result, left=left)
+
+    def abandon(self) -> JobResult:
+        """Return the result of a job that was asked to stop and has not ended in time; its nodes may be left."""
+        if self.result is None:
+            self.result = JobResult(Outcome.STOPPED, BY_USER)
+            self.emit(events.OutcomeDecided(Outcome.STOPPED, BY_USER))
+        self.emit(events.NodesLeft(ABANDONED))
+        return replace(self.result, left=ABANDONED)
 
     def failure_reason(self, error: OrchestrateError) -> str:
         """Return the reason of a job that an error ended."""

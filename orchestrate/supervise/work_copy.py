@@ -47,8 +47,9 @@ class WorkCopy:
             self.running.exception()
 
     def _retry(self) -> None:
-        self.running = Future()
-        self.running.set_result(self._copy())
+        done: Future[Copy] = Future()
+        done.set_result(self._copy())  # may fail again; only then is it the one that `end` waits for
+        self.running = done
 
     def _copy(self) -> Copy:
         placement = self.job.plan.placement

@@ -56,6 +56,38 @@ def test_a_failure_must_be_noticed_without_the_event_stream(cli, proxy, nothing_
     assert all(complete(job.steps(rank)) for rank in range(3))
 
 
+class Freezing(Proxy):
+    """A proxy to an engine that stops responding once `frozen` is true."""
+
+    frozen = False
+
+    def passes(self, chunk: bytes, asks: bool, connection: dict) -> bytes | None:
+        return b"" if self.frozen else chunk
+
+
+@pytest.mark.docker
+@pytest.mark.slow
+def test_a_second_ctrl_c_must_end_a_job_whose_engine_is_frozen_and_stop_must_remove_the_rest(
+    cli, docker_engine, tmp_path, nothing_left
+):
+    if not Path(ENGINE).exists():
+        pytest.skip("the engine is not at the usual socket")
+    proxy = Freezing(tmp_path / "proxy.sock")
+    cli.env["DOCKER_HOST"] = f"unix://{proxy.path}"
+    job = Background(cli, "docker", "--", "count.py", "100000")
+    job.until_step(10, rank=1)
+    proxy.frozen = True
+    for _ in range(2):
+        job.process.send_signal(signal.SIGINT)
+        job.until("workers_stopping")
+    assert job.end() == 130, job.err
+    assert "hint: python -m orchestrate stop " in job.err and cli.report()["left_behind"]
+    proxy.server.close()
+    del cli.env["DOCKER_HOST"]
+    stopped = cli("stop", cli.run_dir().name)
+    assert stopped.returncode == 0, stopped.stderr
+
+
 @pytest.fixture
 def own_engine(docker_engine, monkeypatch):
     """A function that starts an engine with the image of nodes."""

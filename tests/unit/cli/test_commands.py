@@ -13,16 +13,13 @@ from support.commanded import Meanwhile, create, end, runs_elsewhere, supervised
 from support.optional import not_none
 from support.repo import ROOT
 from support.scripted import ALL_WELL
-from support.waiting import eventually
 
-from orchestrate.cli import signals
 from orchestrate.cli.main import main
 from orchestrate.doctor import checks
 from orchestrate.engines import choice
 from orchestrate.engines.base import JobState
 from orchestrate.files import lock, records
 from orchestrate.files.paths import JobPaths
-from orchestrate.job.spec import JobSpec
 from orchestrate.supervise import output
 from orchestrate.supervise.generation import BY_MAX_RUN, BY_USER
 
@@ -360,27 +357,7 @@ def test_down_must_keep_nodes_that_are_not_those_of_a_lost_cluster(do, lost, tmp
     assert do.engine.calls == []
 
 
-# --- signals
-
-
-def next_line(capsys) -> str:
-    """The next line on stderr, printed by another thread."""
-    parts: list[str] = []
-    eventually(lambda: parts.append(capsys.readouterr().err) or "".join(parts).endswith("\n"))
-    assert "".join(parts).count("\n") == 1
-    return "".join(parts)
-
-
-def test_each_ctrl_c_and_sigterm_must_count_but_not_a_lost_terminal(capsys):
-    count = signals.count(JobSpec(grace=7.0))
-    assert count() == 0
-    signal.raise_signal(signal.SIGHUP)
-    assert (count(), capsys.readouterr().err) == (0, "")
-    signal.raise_signal(signal.SIGINT)
-    first = next_line(capsys)
-    assert count() == 1 and "7 s" in first
-    signal.raise_signal(signal.SIGTERM)
-    assert (count(), next_line(capsys)) == (2, "killing the workers\n")
+# --- Ctrl-C
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,9 @@
 
 import importlib.abc
 import logging
+import os
+import signal
+import socket
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -319,3 +322,22 @@ def test_the_state_must_name_the_error_of_a_background_copy(rclone, saved, caplo
     state = mirror.close(0.5)
     assert "does not respond" in state.error and state.hint and not state.complete
     assert "does not respond" in caplog.text and SECRET not in caplog.text
+
+
+@pytest.mark.timeout(50)  # the library's own is a minute
+def test_ctrl_c_must_end_the_wait_for_a_store_that_does_not_respond(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        use(monkeypatch, f"http://127.0.0.1:{silent.getsockname()[1]}")
+        store = open_store("s3://bucket")
+        kept: list[socket.socket] = []
+
+        def interrupt() -> None:
+            kept.append(silent.accept()[0])
+            os.kill(os.getpid(), signal.SIGINT)
+
+        accepting = threading.Thread(target=interrupt)
+        accepting.start()
+        with pytest.raises(KeyboardInterrupt):
+            store.reach()
+        accepting.join()
+        kept[0].close()

@@ -23,6 +23,7 @@ from orchestrate.job import store
 from orchestrate.job.outcomes import WorkerExit
 from orchestrate.job.recorder import objects
 from orchestrate.job.spec import JobSpec
+from orchestrate.patience import Abandoned
 from orchestrate.supervise import launch
 
 
@@ -386,3 +387,13 @@ def test_a_job_on_a_cluster_must_lock_it_and_get_its_files_back_at_the_end(paths
     assert locked == [paths, JobPaths(inside.parents[1])]
     assert not paths.shared.is_symlink() and store.ended(paths) == data and not inside.exists()
     assert (paths.shared / "program").stat().st_mode & 0o7777 == 0o755
+
+
+@pytest.mark.parametrize("call", ["up", "down"])
+def test_a_job_that_is_given_up_must_have_a_report_with_what_is_left(paths, call):
+    create(paths)
+    engine = Whole([ALL_WELL])
+    setattr(engine, call, raising(Abandoned()))
+    data, _ = supervise(paths, engine)
+    assert data["outcome"] == ("stopped" if call == "up" else "succeeded")
+    assert data["left_behind"] and not_none(store.ended(paths))["left_behind"] == data["left_behind"]

@@ -11,8 +11,10 @@ from support.scripted import ALL_WELL, KILLED
 
 from orchestrate.engines.base import Stop, never
 from orchestrate.errors import EngineError
+from orchestrate.job import events
 from orchestrate.job.outcomes import JobResult, Outcome, WorkerExit
 from orchestrate.job.spec import JobSpec
+from orchestrate.patience import Abandoned
 from orchestrate.supervise.job_files import JobFiles
 
 
@@ -206,3 +208,16 @@ def test_each_exit_of_a_worker_must_be_recorded_with_whether_it_was_requested(jo
         (1, "trainer-1", 0, False),
         (2, "trainer-2", 0, False),
     ]
+
+
+@pytest.mark.parametrize("call", ["up", "start", "down"])
+def test_a_job_that_does_not_end_in_time_must_say_what_is_left_and_wait_for_nothing(job, call):
+    engine = RecordingEngine([ALL_WELL])
+    setattr(engine, call, raising(Abandoned()))
+    with pytest.raises(Abandoned):
+        job.run(engine)
+    assert call == "down" or "down" not in engine.calls
+    result = job.supervisor.abandon()
+    assert result.outcome == (Outcome.SUCCEEDED if call == "down" else Outcome.STOPPED)
+    kinds = [type(event) for event in job.supervisor.emit.events]
+    assert result.left and kinds[-1] is events.NodesLeft and kinds.count(events.OutcomeDecided) == 1

@@ -121,7 +121,7 @@ def test_the_end_of_a_job_must_not_wait_forever_for_a_store_that_is_down(
     stored.begin()
     copies: list[Copied] = []
     phases: list[str] = []
-    ending = threading.Thread(target=lambda: copies.extend(stored.end(quiet=True)), daemon=True)
+    ending = threading.Thread(target=lambda: copies.extend(stored.end()), daemon=True)
     console.attach(SimpleNamespace(above=pytest.fail, phase=phases.append))
     try:
         ending.start()
@@ -144,8 +144,8 @@ class Copies:
         self.emit = Recorder(folder / "events.jsonl", clock=clock)
         self.stored = Stored(spec, JobPaths(folder / "run"), lambda: self.stops, self.emit)
 
-    def end(self, quiet: bool) -> list[Copied]:
-        copies = self.stored.end(quiet)
+    def end(self, refused: str = "") -> list[Copied]:
+        copies = self.stored.end(refused)
         self.emit.close()
         return copies
 
@@ -161,7 +161,7 @@ def earlier(tmp_path) -> None:
 def test_a_job_that_is_stopped_before_it_starts_must_not_fetch_its_checkpoints(tmp_path, earlier):
     copies = Copies(tmp_path, stops=1)
     copies.stored.begin()
-    copies.end(quiet=False)
+    copies.end("nodes may still write")
     assert not copies.emit.events and not copies.job.files()
 
 
@@ -186,7 +186,7 @@ def test_checkpoints_that_are_in_the_store_already_must_not_count_as_missing(tmp
     copies.stored.begin()
     (fetched,) = copies.emit.events
     assert isinstance(fetched, events.CheckpointsFetched) and (fetched.files, fetched.bytes) == (1, 7)
-    (copy,) = copies.end(quiet=True)
+    (copy,) = copies.end()
     assert (copy.files, copy.error) == (0, "") and copies.job.files() == {"last.pt": b"weights"}
 
 
@@ -197,7 +197,7 @@ def test_the_files_of_a_job_that_was_stopped_must_be_copied(tmp_path):
     (copies.job.path / "link").symlink_to("last.pt")
     copies.stored.begin()
     copies.stops = 1  # only a second request ends the copying
-    copied = copies.end(quiet=True)
+    copied = copies.end()
     assert [(copy.what, copy.files, copy.error) for copy in copied] == [("checkpoints", 2, ""), ("output", 1, "")]
     assert [len(copy.skipped) for copy in copied] == [1, 2]
     assert copied[1].skipped[1].endswith(": its name has characters that cannot be printed")
@@ -209,7 +209,7 @@ def test_a_job_whose_nodes_may_still_write_must_not_be_copied_as_complete(tmp_pa
     copies = Copies(tmp_path, output=True)
     copies.job.write("last.pt", b"weights")
     copies.stored.begin()
-    assert [(copy.what, copy.error) for copy in copies.end(quiet=False)] == [
+    assert [(copy.what, copy.error) for copy in copies.end("nodes may still write")] == [
         ("checkpoints", "nodes may still write"),
         ("output", "nodes may still write"),
     ]
@@ -224,7 +224,7 @@ def test_damage_of_the_newest_copy_must_be_reported_before_an_older_one_is_used(
     warning, fetched = copies.emit.events
     assert isinstance(warning, events.WarningIssued) and warning.text.endswith("; using an older copy")
     assert isinstance(fetched, events.CheckpointsFetched)
-    copies.end(quiet=False)
+    copies.end("nodes may still write")
 
 
 @pytest.mark.parametrize(("minutes", "error"), [(5, ""), (0, "away")])
@@ -247,7 +247,7 @@ def test_a_copy_of_checkpoints_must_be_given_up_only_after_two_minutes_without_p
     copies.stored.mirror = Slow(open_store(f"file://{tmp_path}/store"), copies.job.folder, "checkpoints", "j")
     console.attach(SimpleNamespace(above=pytest.fail, phase=phases.append))
     try:
-        (copied,) = copies.end(quiet=True)
+        (copied,) = copies.end()
     finally:
         console.attach(None)
     assert copies.emit.seconds() == pytest.approx(60 * minutes or NO_PROGRESS, abs=0.2)
@@ -258,7 +258,7 @@ def test_a_request_to_stop_must_end_a_copy_of_output_that_has_begun(tmp_path):
     copies, requests = Copies(tmp_path, output=True), itertools.chain([0, 0], itertools.repeat(1))
     copies.stored.stops = lambda: next(requests)
     copies.job.write("last.pt", b"weights")
-    (copied,) = copies.end(quiet=True)
+    (copied,) = copies.end()
     assert (copied.files, copied.error) == (0, "copying was stopped")
 
 
@@ -292,7 +292,7 @@ def test_the_end_of_a_job_must_not_wait_forever_for_a_file_that_cannot_be_copied
     for name in ("a", "b"):
         copies.job.write(name, b"content")
     (tmp_path / "output" / "run" / "checkpoints" / "b").mkdir(parents=True)  # in the way of a file
-    (copied,) = copies.end(quiet=True)
+    (copied,) = copies.end()
     assert copied.files == 1 and copied.error
     assert NO_PROGRESS <= copies.emit.seconds() <= NO_PROGRESS + 2 * RETRY_INTERVAL
 
@@ -318,5 +318,5 @@ def test_a_copy_of_output_must_not_be_given_up_while_it_makes_progress(tmp_path)
     copies = Copies(tmp_path, output=True, clock=Minutes(write_more))
     copies.job.write("b", b"content")
     (tmp_path / "output" / "run" / "checkpoints" / "b").mkdir(parents=True)  # in the way of a file
-    (copied,) = copies.end(quiet=True)
+    (copied,) = copies.end()
     assert copied.files == 4 and copied.error and copies.emit.seconds() > 4 * 60.0 + NO_PROGRESS - 1

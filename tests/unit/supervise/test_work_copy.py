@@ -100,3 +100,15 @@ def test_a_copy_must_be_repeated_once_the_disk_has_space(tmp_path, monkeypatch):
     (job.paths.shared / "work").mkdir()
     assert job.run(RecordingEngine([ALL_WELL]), plan_=copying(tmp_path / "code")).outcome == Outcome.SUCCEEDED
     assert job.names().count("disk_full") == 1 and (job.paths.shared / "work" / "train.py").exists()
+
+
+@pytest.mark.timeout(60)  # as it waited forever
+def test_a_job_must_be_stopped_while_its_copy_waits_for_space(tmp_path, monkeypatch):
+    class Full(Copy):
+        def run(self):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("orchestrate.supervise.work_copy.Copy", Full)
+    job = Job(tmp_path / "runs")
+    job.stops = lambda: '"disk_full"' in job.paths.events.read_text()
+    assert job.run(RecordingEngine(), plan_=copying(tmp_path)).outcome == Outcome.STOPPED
