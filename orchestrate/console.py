@@ -226,12 +226,13 @@ def out(line: object, colored: bool = False) -> None:
         _print(sys.stdout, line, colored and colors(sys.stdout))
 
 
-def table(rows: Sequence[Sequence[str]]) -> None:
-    """Print rows with aligned columns, one line per row; raises Closed."""
+def table(rows: Sequence[Sequence[str]], cut: bool = False) -> None:
+    """Print rows with aligned columns, one line per row; raises Closed. On a terminal, `cut` them to its width."""
+    most = shutil.get_terminal_size().columns if cut and sys.stdout and sys.stdout.isatty() else None
     cells = [[re.sub(r"[\n\t]", " ", clean(cell)) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells)]
     for row in cells:
-        out("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
+        out("  ".join(cell.ljust(width) for cell, width in zip(row, widths))[:most].rstrip())
 
 
 def copy(text: str) -> None:

@@ -1,4 +1,4 @@
-"""Hugging Face Accelerate around a loop: `orchestrate run --trainers 1 examples/frameworks/accelerate_loop.py`."""
+"""Hugging Face Accelerate around a loop: `orchestrate run --nodes 2 examples/frameworks/accelerate_loop.py`."""
 
 import argparse
 import os

@@ -1,4 +1,4 @@
-"""DistributedDataParallel with torch.compile: `orchestrate run --trainers 1 examples/frameworks/compiled.py`."""
+"""DistributedDataParallel with torch.compile: `orchestrate run --nodes 2 examples/frameworks/compiled.py`."""
 
 import argparse
 import os

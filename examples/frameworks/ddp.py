@@ -1,4 +1,4 @@
-"""Plain DistributedDataParallel: `orchestrate run --trainers 1 examples/frameworks/ddp.py`."""
+"""Plain DistributedDataParallel: `orchestrate run --nodes 2 examples/frameworks/ddp.py`."""
 
 import argparse
 import os

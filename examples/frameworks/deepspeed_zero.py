@@ -1,4 +1,4 @@
-"""DeepSpeed with ZeRO-1: `orchestrate run --trainers 1 examples/frameworks/deepspeed_zero.py`."""
+"""DeepSpeed with ZeRO-1: `orchestrate run --nodes 2 examples/frameworks/deepspeed_zero.py`."""
 
 import argparse
 import os

@@ -1,4 +1,4 @@
-"""FSDP2 with a distributed checkpoint: `orchestrate run --trainers 1 examples/frameworks/fsdp2.py`."""
+"""FSDP2 with a distributed checkpoint: `orchestrate run --nodes 2 examples/frameworks/fsdp2.py`."""
 
 import argparse
 import os

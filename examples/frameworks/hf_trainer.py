@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer: `orchestrate run --trainers 1 examples/frameworks/hf_trainer.py`."""
+"""Hugging Face's Trainer: `orchestrate run --nodes 2 examples/frameworks/hf_trainer.py`."""
 
 import argparse
 import os

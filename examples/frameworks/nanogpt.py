@@ -1,4 +1,4 @@
-"""A small GPT on characters, as in nanoGPT: `orchestrate run --trainers 1 nanogpt.py --out_dir='$JOB_DIR/out'`.
+"""A small GPT on characters, as in nanoGPT: `orchestrate run --nodes 2 nanogpt.py --out_dir='$JOB_DIR/out'`.
 
 Settings are the names below: `--max_iters=500`. Without torchrun's variables, it trains in a single process.
 """

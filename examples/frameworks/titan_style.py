@@ -1,6 +1,6 @@
 """FSDP2 as in torchtitan.
 
-`orchestrate run --trainers 1 examples/frameworks/titan_style.py --job.dump_folder='$JOB_DIR'`
+`orchestrate run --nodes 2 examples/frameworks/titan_style.py --job.dump_folder='$JOB_DIR'`
 """
 
 import argparse

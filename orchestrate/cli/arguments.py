@@ -8,13 +8,12 @@ import re
 from typing import Any
 
 from orchestrate.cli.options import FLAGS, SWITCHES, parser
+from orchestrate.cli.parser import JOB_FILES
 from orchestrate.cli.table import COMMANDS, Command
 from orchestrate.console import called
 from orchestrate.errors import UsageError
 from orchestrate.job.inputs import OF_SHELL
 from orchestrate.job.strict_yaml import shown
-
-JOB_FILE_SUFFIXES = (".yaml", ".yml", ".json")
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str] | None]:
@@ -48,7 +47,7 @@ def _command_start(argv: list[str], end: int, switches: set[str]) -> int:
         if word.startswith("-") and word != "-":
             takes_value = word not in switches and "=" not in word and not re.match("-e.", word)
             index += 1 + takes_value
-        elif not seen_file and word.endswith(JOB_FILE_SUFFIXES):
+        elif not seen_file and word.endswith(JOB_FILES):
             seen_file = True
             index += 1
         else:

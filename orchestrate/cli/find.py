@@ -53,6 +53,8 @@ def find(args: argparse.Namespace, engines: list[Engine]) -> Path:
         )
     if folder.parent != args.runs:
         owners.check(folder.parent)
+    if not found and JobPaths(folder).nodes.is_dir():
+        raise UsageError(f"{args.job} is a cluster, not a job", f"python -m orchestrate down {args.job} removes it")
     if len(found) != 1:
         what = f"{args.job} matches {len(found)} jobs" if found else f"no such job: {args.job}"
         known = _newest([JobPaths(runs[name]) for name in found or here])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from orchestrate.errors import UsageError
 from orchestrate.files import lock
 from orchestrate.files.lines import last
 from orchestrate.files.paths import METRICS, JobPaths
-from orchestrate.job import metrics, store
+from orchestrate.job import metrics, owners, store
 from orchestrate.job.limits import format_bytes
 
 TAIL = 64 << 10  # last bytes of metrics.jsonl that are read
@@ -44,7 +45,7 @@ def current(runs: Path) -> Iterator[Listed]:
     for engine in choice.available_engines():
         for state in engine.jobs():
             busy = lock.holder(state.paths)
-            status = _of_cluster(state, engine, busy) if state.cluster else "running" if busy else "no supervisor"
+            status = _of_cluster(state, engine, busy) if state.cluster else "running" if busy else _without(state)
             shown.add(state.job_id)
             facts = (state.job_id, state.engine, state.nodes, status, state.paths.root, created_at(state.paths))
             yield Listed(*facts, metrics=_metrics(state.paths))
@@ -55,6 +56,12 @@ def current(runs: Path) -> Iterator[Listed]:
     for folder in job_folders(runs):
         if folder.name not in shown and lock.holder(JobPaths(folder)):
             yield from _supervised(JobPaths(folder), "running")
+
+
+def _without(state: JobState) -> str:
+    """The state of a job without a supervisor that this account can see."""
+    others = state.owner not in (-1, os.geteuid())
+    return f"of {owners.person(state.owner)}" if others and os.geteuid() else "no supervisor"
 
 
 def ended(runs: Path) -> Iterator[Listed]:

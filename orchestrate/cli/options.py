@@ -55,27 +55,34 @@ exit codes:
 
 def parser(command: str) -> Parser:
     """Return the parser of the command line, without the job's own command; of the commands, `command` is complete."""
+    run = f"{called()} run"
     top = Parser(
         prog=called(),
         description="Run any PyTorch distributed program as a real multi-node job in containers.",
         usage="%(prog)s COMMAND [options]",
-        epilog=f"get started:\n  {called()} run train.py --lr 0.1\n  {called()} run --help\n\n{EXITS}",
+        epilog=f"{_commands()}get started:\n  {run} --nodes 4 train.py --lr 0.1\n  {run} --help\n\n{EXITS}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     top.add_argument("--version", action="version", version=__version__)
     subparsers = top.add_subparsers(
-        dest="command", metavar="COMMAND", required=True, prog=top.prog, parser_class=Parser, title="commands"
+        dest="command", metavar="COMMAND", required=True, prog=top.prog, parser_class=Parser, help=argparse.SUPPRESS
     )
     for name, about in COMMANDS.items():
-        added = subparsers.add_parser(
-            name, help=about.summary, description=f"{about.summary[0].upper()}{about.summary[1:]}."
-        )
+        added = subparsers.add_parser(name, description=f"{about.summary[0].upper()}{about.summary[1:]}.")
         if about.plans or about.script:
-            added.usage = "%(prog)s [JOB.yaml] [options]" + f" {COMMAND}" * about.script
+            added.usage = "%(prog)s [JOB.yaml] [options]" + f"\n         {COMMAND}" * about.script
         if name == command:
             module(name).add_arguments(added)
     top.add_verbose()
     return top
+
+
+def _commands() -> str:
+    """List the commands, in groups."""
+    groups: dict[str, list[str]] = {}
+    for name, about in COMMANDS.items():
+        groups.setdefault(about.group, []).append(f"  {name:<8}  {about.summary}\n")
+    return "".join(f"{title}:\n{''.join(lines)}\n" for title, lines in groups.items())
 
 
 def module(command: str) -> Any:
@@ -98,9 +105,7 @@ def add_follow(command: argparse.ArgumentParser) -> None:
 def add_job_options(command: argparse.ArgumentParser) -> None:
     """Add the job file, and the options that are keys of it."""
     command.add_argument("file", nargs="?", type=Path, metavar="JOB.yaml", help="job file; options override it")
-    command.add_argument(
-        "--nodes", metavar="N", help="number of nodes including the master; --nodes 4 is equivalent to --trainers 3"
-    )
+    command.add_argument("--nodes", metavar="N", help="number of nodes, with the master (default: 4)")
     command.add_argument("--nnodes", dest="nodes", help=argparse.SUPPRESS)
     for name, value in FLAGS.items():
         flag = f"--{name.replace('_', '-')}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import re
+import shlex
 import sys
 from typing import Any, NoReturn
 
@@ -12,6 +13,7 @@ from orchestrate.errors import UsageError
 from orchestrate.job.spec import FIELDS
 from orchestrate.job.strict_yaml import shown
 
+JOB_FILES = (".yaml", ".yml", ".json")
 EXPORTS = {"kubernetes": ("job", "jobset", "trainjob"), "slurm": ("venv", "apptainer", "pyxis"), "compose": ()}
 
 
@@ -49,6 +51,10 @@ class Parser(argparse.ArgumentParser):
             kind = "unknown option" if flag.startswith("-") else "unexpected argument"
             key = flag.lstrip("-").replace("-", "_")
             hint = f"use --set {key}=VALUE" if key in FIELDS else suggestion(flag, command.flags(), command.prog)
+            of_file = str(getattr(parsed, "file", "")).endswith(JOB_FILES)
+            if of_file and flag.startswith("--") and not hint.startswith(("use", "did you mean")):
+                value = unknown[0].partition("=")[2] or (unknown[1] if len(unknown) > 1 else "true")
+                hint = f"for an option of the script: --set hyperparameters.{flag[2:]}={shlex.quote(value)}"
             raise UsageError(f"{parsed.command}: {kind} {shown(unknown[0])}", hint)
         return parsed
 

@@ -8,14 +8,17 @@ from pathlib import Path
 
 from orchestrate.cli import defaults
 from orchestrate.cli.arguments import flags
+from orchestrate.console import print_message
 from orchestrate.errors import UsageError
-from orchestrate.files.paths import hidden
+from orchestrate.files.paths import PROJECT, hidden
 from orchestrate.job import folders, requirements, secret_files, source
 from orchestrate.job.layers import read_file, read_set, resolve
 from orchestrate.job.redact import HIDDEN
 from orchestrate.job.spec import APP, JobSpec, unencodable
 from orchestrate.supervise import launch
 from orchestrate.supervise.notify import is_url
+
+OURS = ("--detach", "--dry-run", "--engine", "--nodes", "--nproc-per-node", "--trainers")  # that change what is run
 
 
 def spec_of(args: argparse.Namespace) -> JobSpec:
@@ -40,6 +43,11 @@ def spec_of(args: argparse.Namespace) -> JobSpec:
             "although source is set" if spec.source else "and `app` in this folder would run instead of the default job"
         )
         raise UsageError(f"no script given, {what}", f"python -m orchestrate {args.command} SCRIPT.py")
+    if runs_command and default and Path.cwd() != PROJECT:
+        print_message(f"no script given: this is the example, {spec.command[1]}; yours: {args.command} SCRIPT.py")
+    for word in (args.script or [])[1:]:
+        if word.partition("=")[0] in OURS:
+            print_message(f"warning: {word} comes after the script, and so is an argument of the script")
     if why := unencodable(spec):
         raise UsageError(why, "export LC_ALL=C.UTF-8")
     return launch.check_script(spec)

@@ -25,8 +25,10 @@ def exit_code(data: dict[str, Any]) -> int:
 def show(args: argparse.Namespace, name: str, data: dict[str, Any]) -> int:
     """Print the report of a job, and return the exit code."""
     print_message(text(data))
-    if data["outcome"] != Outcome.SUCCEEDED and data.get("checkpoints") and not data.get("left_behind"):
-        print_message(f"hint: python -m orchestrate resume {args.shown / name} continues from its last checkpoint")
+    saved, stopped = data.get("checkpoints"), data["outcome"] == Outcome.STOPPED
+    if (stopped or (saved and data["outcome"] != Outcome.SUCCEEDED)) and not data.get("left_behind"):
+        how = "continues from its last checkpoint" if saved else "runs it again in its run directory"
+        print_message(f"hint: python -m orchestrate resume {args.shown / name} {how}")
     print_message(args.shown / name)
     if args.print_path:
         stream(args.shown / name)

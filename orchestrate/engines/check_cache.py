@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
@@ -17,6 +18,13 @@ from orchestrate.files.folder import content, write_whole
 from orchestrate.job.gpus import Gpu
 
 FOLDER = "checks"
+AGAIN = " (python -m orchestrate doctor tests that again)"
+WELL = ("works", "no torch")
+# Why torch cannot use a GPU until the image or the driver changes; others, such as a GPU that is busy, may pass.
+LASTING = re.compile(
+    r"no NVIDIA driver|no CUDA-capable device|not compiled with CUDA|no kernel image|driver version is insufficient"
+    r"|driver on your system is too old"
+)
 COMPUTE_TIMEOUT = 120  # seconds for torch to compute on all GPUs
 # Computes on each GPU: torch reports a GPU as available even if its build has no code for it.
 CUDA = """
@@ -44,11 +52,24 @@ def cuda_key(where: list[str], gpus: Iterable[Gpu]) -> list[str]:
 
 
 def cuda(key: list[str], output: str, failure: str = "") -> str:
-    """Interpret the output of `CUDA`: return why torch cannot use the GPUs; empty, and cached, if it can."""
-    if output in ("works", "no torch"):
+    """Interpret the output of `CUDA`: return why torch cannot use the GPUs; empty if it can. Cached if that lasts."""
+    if output in WELL or LASTING.search(output):
         store(key, output)
-        return ""
-    return output or failure or "torch exited without output"
+    return "" if output in WELL else output or failure or "torch exited without output"
+
+
+def known(key: list[str]) -> str | None:
+    """Return the cached answer of `cuda`; None if there is none."""
+    found = cached(key)
+    return ("" if found in WELL else found) if found else None
+
+
+def forget() -> None:
+    """Forget all results, so that the checks are made again."""
+    for place in records.places():
+        with contextlib.suppress(OSError), private.opened(place / FOLDER) as folder:
+            for name in os.listdir(folder):
+                os.unlink(name, dir_fd=folder)
 
 
 def _file_name(key: list[str]) -> str:
@@ -80,8 +101,8 @@ def gpu_problem(gpus: Sequence[Gpu]) -> str:
     except metadata.PackageNotFoundError:
         return ""
     key = cuda_key([sys.executable, version], gpus)
-    if cached(key):
-        return ""
+    if (found := known(key)) is not None:
+        return found
     env = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(gpu.id for gpu in gpus)}
     command = [sys.executable, "-I", "-c", CUDA]
     try:

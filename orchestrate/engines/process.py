@@ -87,7 +87,7 @@ class ProcessEngine:
         modules = preload(spec, code)
         offered = _offer(spec)
         if offered.gpus and may_use_torch(spec, modules) and (why := check_cache.gpu_problem(offered.gpus)):
-            offered = Offer(why=f"{sys.executable} cannot use the GPUs: {why}")
+            offered = Offer(why=f"{sys.executable} cannot use the GPUs: {why}{check_cache.AGAIN}")
         inventory = Inventory(
             engine="process",
             about=f"local processes without isolation{ignoring(spec, LIMITS, 'the process engine')}",

@@ -15,6 +15,22 @@ SHOWN_LINES = 50  # of the output of a command that fails
 INTERNAL = "[internal]"  # steps of BuildKit's own
 STEP = re.compile(r"#\d+ (?:\d+\.\d+ )?")  # BuildKit's number and time of a line
 
+RULE = "------"  # around the output of the step that failed, which BuildKit prints again at the end
+UNREACHABLE = re.compile(
+    r"[Nn]ame resolution|new connection|[Cc]onnection (?:refused|reset|timed out|broken)|Network is unreachable"
+    r"|CERTIFICATE_VERIFY_FAILED|Read timed out|Max retries exceeded|TLS handshake timeout|no such host"
+)
+NO_NETWORK = "no network: try BUILD_NETWORK=host, and CA_BUNDLE behind a proxy that re-signs TLS (README, The image)"
+
+
+def essence(output: str) -> str:
+    """Return what a failed command has printed, of a build only the output of the step that failed."""
+    parts = output.split(f"\n{RULE}\n")
+    if len(parts) < 3:
+        return output
+    lines = [re.sub(r"^\d+\.\d+ ", "", line) for line in parts[-2].splitlines() if not line.startswith(" > ")]
+    return "\n".join(lines) or output
+
 
 def follow(output: IO[str]) -> deque[str]:
     """Read the output of a command to its end, showing the current line; return the last lines."""

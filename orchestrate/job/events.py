@@ -32,6 +32,7 @@ class SupervisorStarted(Event):
 
     job_id: str
     version: Number = VERSION
+    prepared: Time = 0.0  # seconds that the command took before: it may have built an image, or tested the GPUs
 
 
 @dataclass(frozen=True)

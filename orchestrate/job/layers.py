@@ -158,7 +158,7 @@ def layer(text: str, path: Path) -> dict[str, Any]:
         return {}
     if not isinstance(value, dict):
         kind = "a list" if isinstance(value, list) else "a single value"
-        raise UsageError(f"{path} contains {kind}, not a mapping of keys to values", "write lines such as trainers: 3")
+        raise UsageError(f"{path} contains {kind}, not a mapping of keys to values", "write lines such as nodes: 4")
     for key, mark in places.items():
         try:
             _parsed([{key: value[key]}])

@@ -24,10 +24,12 @@ def foreign(run: Path) -> str:
         status = run.lstat()
     except FileNotFoundError:
         return ""
+    except PermissionError:
+        return "you cannot enter the folder that it is in"
     if not stat.S_ISDIR(status.st_mode):
         return "it is a link" if stat.S_ISLNK(status.st_mode) else "it is not a folder"
     if status.st_uid != os.geteuid():
-        return f"it belongs to {_person(status.st_uid)}"
+        return f"it belongs to {person(status.st_uid)}"
     return "other users can write to it" if status.st_mode & 0o022 else ""
 
 
@@ -77,7 +79,7 @@ def _changer(folder: Path, status: os.stat_result, trusted: set[int]) -> str:
     """An account, other than trusted users, that can replace a link or the entries of a folder; empty if none can."""
     acts = users.account(status.st_uid) or status.st_uid in users.FREE  # nodes act as FREE; other ids cannot
     if acts and status.st_uid not in trusted:
-        return _person(status.st_uid)
+        return person(status.st_uid)
     if stat.S_ISLNK(status.st_mode) or status.st_mode & stat.S_ISVTX:  # as in /tmp: only its owner replaces a file
         return ""
     if status.st_mode & stat.S_IWOTH:
@@ -88,7 +90,7 @@ def _changer(folder: Path, status: os.stat_result, trusted: set[int]) -> str:
     writers = {who for tag, who in listed if tag == ACL_USER}
     for group in (status.st_gid, *(who for tag, who in listed if tag == ACL_GROUP)):
         writers |= _members(group)
-    return next(map(_person, sorted(writers - trusted)), "")
+    return next(map(person, sorted(writers - trusted)), "")
 
 
 def _listed(folder: Path) -> list[tuple[int, int]]:
@@ -112,6 +114,6 @@ def _members(group: int) -> set[int]:
     return found
 
 
-def _person(user: int) -> str:
+def person(user: int) -> str:
     """A user id with the name of its account, if it has one."""
     return f"{name} (user {user})" if (name := users.account(user)) else f"user {user}"

@@ -277,7 +277,7 @@ def _assigned_gpus(
         return tuple(gpus[rank % len(gpus)] for rank in range(world_size))
     if gpus and len(gpus) < world_size:
         fewer = len(gpus) // nproc - 1
-        ways = [f"--trainers {fewer}"] if fewer >= 0 else []
+        ways = [f"--nodes {fewer + 1}"] if fewer >= 0 else []
         raise ResourceError(
             f"{world_size} workers need {world_size} GPUs, but only {_number_is(len(gpus))} available"
             + (f" ({inventory.gpu_note})" if inventory.gpu_note else ""),

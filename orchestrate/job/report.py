@@ -12,9 +12,10 @@ from typing import Any
 
 from orchestrate.job import events
 from orchestrate.job.metrics import NAMES, PACE, is_number, plain, strict
-from orchestrate.job.outcomes import JOB_OUTCOMES, GenerationResult, JobResult, Outcome
+from orchestrate.job.outcomes import JOB_OUTCOMES, Cause, GenerationResult, JobResult, Outcome
 from orchestrate.job.plan import Plan, pluralize
 
+LONG = 5.0  # seconds of preparation that are worth a word
 STRAGGLER_FACTOR = 2.0  # times the others' median; a worker that takes longer slows them down
 MIN_ROWS = 5  # rows of `rank_seconds` needed for statistics
 # Bytes of a list that a job can fill: all lists together take a fifth of what can be read (`folder.MAX_FILE`).
@@ -60,22 +61,16 @@ def report(
     whole: bool = True,
     written: Written | None = None,
     copies: Sequence[Copied] = (),
+    prepared: float = 0.0,
 ) -> dict[str, Any]:
-    """The content of report.json.
+    """The content of report.json; lists that are too long keep their last items, and are named in `truncated`.
 
-    `ended` are the generations, `seconds` is the duration of the job, `metrics` is what is kept of metrics.jsonl, and
-    `whole` is whether `checkpoints` lists all checkpoints. `written` are the files in the job's own working directory,
-    if it has one; `copies` are those in object stores. Lists that are too long keep their last items, and are named in
-    `truncated`.
+    `ended` are the generations, `seconds` the duration of the job, and `prepared` that of its preparation. `metrics` is
+    what is kept of metrics.jsonl, and `whole` is whether `checkpoints` lists all checkpoints. `written` are the files
+    in the job's own working directory, if it has one; `copies` are those in object stores.
     """
     last = ended[-1].cause if ended else None
-    failures, all_failures = _fitting(
-        [
-            {"generation": end.generation, "step": end.step, "lasted_s": end.lasted, **asdict(end.cause)}
-            for end in ended
-            if end.cause
-        ]
-    )
+    failures, all_failures = _fitting([_failure(end, end.cause) for end in ended if end.cause])
     files, all_files = _fitting([str(path) for path in checkpoints])
     outputs, all_outputs = _fitting(written.files if written else [])
     final, all_final = _fitting(_final(metrics), NAMES)
@@ -96,6 +91,7 @@ def report(
         "world_size": plan.world_size,
         "generations": len(ended),
         "duration_s": seconds,
+        "preparation_s": prepared,
         "root_cause": asdict(last) if last and result.outcome == Outcome.FAILED else None,
         "failures": failures,
         "left_behind": result.left[:MAX_REASON],
@@ -112,9 +108,15 @@ def report(
     }
 
 
+def _failure(end: GenerationResult, cause: Cause) -> dict[str, Any]:
+    return {"generation": end.generation, "step": end.step, "lasted_s": end.lasted, **asdict(cause)}
+
+
 def text(data: dict[str, Any]) -> str:
     """The report for display: one line on success, otherwise what failed and how to fix it."""
     lines = [f"{data['outcome']}: {pluralize(data['world_size'], 'worker')}, {data['duration_s']:.1f} s"]
+    if (prepared := data.get("preparation_s", 0.0)) >= LONG:
+        lines[0] += f" after {prepared:.1f} s of preparation"
     if data["outcome"] != Outcome.SUCCEEDED:
         lines[0] += f" ({data['reason']})"
     elif data["generations"] > 1:

@@ -7,6 +7,7 @@ from typing import Any
 
 from orchestrate.job.metrics import PACE, SAVING, is_number
 
+SHORT = 60.0  # seconds of a job below which its goodput says little: most of the time is its start
 LARGEST = 1e15  # numbers from here on do not count
 
 

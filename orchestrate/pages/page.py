@@ -18,6 +18,7 @@ from orchestrate.errors import OrchestrateError
 from orchestrate.files.folder import write_whole
 from orchestrate.files.paths import JobPaths
 from orchestrate.job.metrics import FIRST, NOT_FINITE, place, shown
+from orchestrate.job.steps import SHORT
 from orchestrate.pages.run import Run, load
 
 log = logging.getLogger(__name__)
@@ -74,6 +75,7 @@ def page(runs: Sequence[Run], links: Sequence[str], home: str = "") -> str:
         settings=_differing([run.settings | {"command": run.command} for run in runs]),
         finals=_differing([{name: _value(value) for name, value in _finals(run).items()} for run in runs]),
         duration=duration,
+        short=SHORT,
     )
     return UNPRINTABLE.sub("�", text)
 

@@ -127,12 +127,13 @@ def supervise(
     stops: Callable[[], int],
     shown: Shown,
     follower: Follower | None = None,
+    prepared: float = 0.0,
 ) -> dict[str, Any]:
     """Run a job from its current state to its end, and return the report.
 
     `stops()` returns the number of stop requests so far. `follower` continues where logs were last shown (default: at
-    their start). Raises OrchestrateError if the job could not start, and BlockingIOError if another process supervises
-    it.
+    their start), and `prepared` are the seconds that the command has taken before. Raises OrchestrateError if the job
+    could not start, and BlockingIOError if another process supervises it.
     """
     with contextlib.ExitStack() as stack:
         stack.callback(patience.calm)
@@ -146,7 +147,7 @@ def supervise(
         board, reader = stack.enter_context(Board(paths, hide)), Reader(spec.metrics)
         refresh = listen(follower, reader, shown.screen, files.heard, board.heard)
         output = Output(follower, plan, shown, TimesWriter(paths.times), refresh)
-        notifier, failure = Notifier(spec.on_event, plan.job_id, str(paths.root)), None
+        notifier = Notifier(spec.on_event, plan.job_id, str(paths.root))
         with output.following():
 
             def show_event(event: Event) -> None:
@@ -160,19 +161,12 @@ def supervise(
                 output.in_turn(partial(shown.screen.planned, plan))
 
             emit = recorder(paths, show_event, hide=hide)
-            emit(SupervisorStarted(plan.job_id))
+            emit(SupervisorStarted(plan.job_id, prepared=round(prepared, 3)))
             stores = _stores(spec, paths, stops, emit)
             supervisor = Supervisor(
                 spec, plan, seen, engine, emit, stops, files, save_plan, stores, Usage(paths, shown.screen)
             )
-            try:
-                result = supervisor.supervise()
-            except OrchestrateError as error:
-                log.info("the job could not start or continue", exc_info=True)
-                result, failure = JobResult(Outcome.FAILED, supervisor.failure_reason(error)), error
-            except patience.Abandoned:
-                patience.calm()
-                result = supervisor.abandon()
+            result, failure = _result(supervisor)
         data = _end(supervisor, result, files, stores, hide)
         _finish(files, data, stores, shown.message)
         for text in reader.problems():
@@ -181,6 +175,18 @@ def supervise(
     if failure:
         raise failure
     return data
+
+
+def _result(supervisor: Supervisor) -> tuple[JobResult, OrchestrateError | None]:
+    """Run the job to its end; return its result, and the error if it could not start or continue."""
+    try:
+        return supervisor.supervise(), None
+    except OrchestrateError as error:
+        log.info("the job could not start or continue", exc_info=True)
+        return JobResult(Outcome.FAILED, supervisor.failure_reason(error)), error
+    except patience.Abandoned:
+        patience.calm()
+        return supervisor.abandon(), None
 
 
 def _stores(spec: JobSpec, paths: JobPaths, stops: Callable[[], int], emit: Recorder) -> Stores:
@@ -205,7 +211,8 @@ def _end(supervisor: Supervisor, result: JobResult, files: JobFiles, stores: Sto
     emit(JobEnded(result.outcome, result.why))
     emit.close()
     seconds, metrics, checkpoints = emit.events[-1].seconds, hide.inside(files.metrics()), files.checkpoints()
-    content = report.report(supervisor.plan, result, ended, seconds, metrics, *checkpoints, written, copies)
+    prepared = sum(event.prepared for event in emit.events if isinstance(event, SupervisorStarted))
+    content = report.report(supervisor.plan, result, ended, seconds, metrics, *checkpoints, written, copies, prepared)
     data: dict[str, Any] = hide.inside(content, ours=OURS)
     return data
 

@@ -11,7 +11,8 @@ from rich.text import Text
 
 from orchestrate.job.limits import format_bytes
 from orchestrate.job.metrics import listed
-from orchestrate.view.state import IDLE, SHOWN_METRICS, Rank, View, clock, seconds_left, worst_first
+from orchestrate.job.steps import SHORT
+from orchestrate.view.state import IDLE, SHOWN_METRICS, Rank, View, clock, seconds_left, some_work, worst_first
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 MIN_ROWS = 2  # ranks that are shown on the smallest terminal
@@ -32,7 +33,7 @@ def picture(view: View, now: float, width: int, height: int, keys: str = "") -> 
         parts.append(bar)
     ranks = worst_first(view.ranks, now)
     shown = ranks if len(ranks) <= room else ranks[: room - 1]
-    parts.append(_table(sorted(shown, key=lambda rank: rank.number), now, width))
+    parts.append(_table(sorted(shown, key=lambda rank: rank.number), now, width, some_work(view.ranks, now)))
     if left := len(ranks) - len(shown):
         parts.append(Text(f"  and {left} more like these", style="dim"))
     parts += [Text(f"  {seconds:7.1f} s  {text}", no_wrap=True, overflow="ellipsis") for seconds, text in view.events]
@@ -50,7 +51,8 @@ def _head(view: View, now: float, width: int) -> Text:
         text.append(f"  {view.phase} ({clock(now - view.phase_began)})", style="cyan")
     if view.saved is not None and width >= MEDIUM:
         text.append(f"  checkpoint {clock(now - view.saved)} ago", style="green")
-    if (goodput := view.goodput(now)) is not None and width >= MEDIUM:
+    goodput = view.goodput(now) if now - view.work.since >= SHORT else None
+    if goodput is not None and width >= MEDIUM:
         text.append(f"  goodput {100 * goodput:.0f}%", style="dim")
     for metric in listed(view.lead.progress.metrics)[:SHOWN_METRICS]:
         text.append(f"  {metric}")
@@ -75,8 +77,8 @@ def _bar(view: View, width: int) -> RenderableType | None:
     return row
 
 
-def _table(ranks: Sequence[Rank], now: float, width: int) -> Table:
-    rows = [_cells(rank, now) for rank in ranks]
+def _table(ranks: Sequence[Rank], now: float, width: int, awaited: bool) -> Table:
+    rows = [_cells(rank, now, awaited) for rank in ranks]
     sizes = [max(cell.cell_len for cell in column) for column in zip(*rows)]
     sizes[0] = min(sizes[0], max(NODE, width // 3))
     idle = [row[-1].cell_len for row, rank in zip(rows, ranks) if rank.idle(now) > IDLE]
@@ -96,8 +98,8 @@ def _table(ranks: Sequence[Rank], now: float, width: int) -> Table:
     return table
 
 
-def _cells(rank: Rank, now: float) -> list[Text]:
-    """Return what a line shows about a worker."""
+def _cells(rank: Rank, now: float, awaited: bool) -> list[Text]:
+    """Return what a line shows about a worker; `awaited` is whether others work, for which idle ones wait."""
     step, idle = rank.progress.step, rank.idle(now)
     pace = rank.progress.step_seconds or rank.pace
     metrics = listed(rank.progress.metrics)[:SHOWN_METRICS]
@@ -109,8 +111,13 @@ def _cells(rank: Rank, now: float) -> list[Text]:
         Text("" if pace is None else f"{pace * 1000:.3g} ms/step" if pace < 1 else f"{pace:.3g} s/step"),
         Text(f"{rank.cores:.1f} cores" if rank.measured else ""),
         Text(format_bytes(rank.memory) if rank.memory else ""),
-        Text(f"idle {clock(idle)}", style="bold yellow") if idle > IDLE else Text("  ".join(metrics)),
+        _idle(idle, awaited) if idle > IDLE else Text("  ".join(metrics)),
     ]
+
+
+def _idle(seconds: float, awaited: bool) -> Text:
+    what, style = ("waits", "dim") if awaited else ("idle", "bold yellow")
+    return Text(f"{what} {clock(seconds)}", style=style)
 
 
 def spark(values: Sequence[float]) -> str:

@@ -205,13 +205,21 @@ class View:
 
 
 def worst_first(ranks: Mapping[int, Rank], now: float) -> list[Rank]:
-    """Sort workers by how much they need attention: failed ones, idle ones, those behind, and then by number."""
+    """Sort workers by how much they need attention: failed ones, those that work while others wait, those behind.
+
+    Then by number.
+    """
 
     def key(rank: Rank) -> tuple[bool, bool, int, int]:
         step = rank.progress.step
-        return rank.state != "failed", rank.idle(now) < IDLE, step if step is not None else 1 << 62, rank.number
+        return rank.state != "failed", rank.idle(now) >= IDLE, step if step is not None else 1 << 62, rank.number
 
     return sorted(ranks.values(), key=key)
+
+
+def some_work(ranks: Mapping[int, Rank], now: float) -> bool:
+    """Whether a worker does something, for which others may wait."""
+    return any(rank.state == "running" and rank.idle(now) < IDLE for rank in ranks.values())
 
 
 def seconds_left(rank: Rank) -> float | None:

@@ -54,7 +54,7 @@ def normalized(line: str) -> str:
     line = re.sub(r"\d+ threads? per worker", "threads", line)
     line = re.sub(r"[\d.]+ [MG]iB of memory", "memory", line)
     line = re.sub(r"127\.0\.0\.1:\d+", "127.0.0.1:#", line)
-    line = re.sub(r"\b\d+\.\d+ s\b", "# s", line)
+    line = re.sub(r"\b\d+\.\d+ s\b", "# s", line).replace(" after # s of preparation", "")
     line = re.sub(r"accuracy (9\d|100)\.\d+%", "accuracy: good", line)
     return re.sub(r"loss 0\.[0-2]\d*", "loss: good", line)
 

@@ -10,6 +10,7 @@ from orchestrate import console, errors
 from orchestrate.cli import options, request
 from orchestrate.cli.parser import Parser
 from orchestrate.console import out
+from orchestrate.engines import check_cache
 from orchestrate.engines.choice import sdk
 from orchestrate.job.spec import JobSpec
 
@@ -32,6 +33,7 @@ def examine(spec: JobSpec) -> int:
     """Print problems that keep a job from running; return the exit code of the first error."""
     from orchestrate.doctor import findings  # only here: its XML parser takes milliseconds to import
 
+    check_cache.forget()  # what keeps GPUs from being used may have been fixed
     code = errors.SUCCEEDED
     for finding in _findings(spec):
         out(f"{finding.state:<7}  {finding.what}")

@@ -33,7 +33,9 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         out(json.dumps([_data(row) for row in rows], indent=2))
     elif args.all:
-        console.table([(*HEAD, "STARTED", "DURATION", "METRICS", "RUN"), *map(_long, rows)])
+        elsewhere = any(row.run.parent != args.runs for row in rows)  # otherwise, the name says it
+        columns = ("STARTED", "DURATION", *["RUN"] * elsewhere, "METRICS")
+        console.table([(*HEAD, *columns), *(_long(row, elsewhere) for row in rows)], cut=True)
     else:
         console.table([(*HEAD, "RUN"), *((*_short(row), str(row.run)) for row in rows)])
     return errors.SUCCEEDED
@@ -43,10 +45,11 @@ def _short(row: Listed) -> tuple[str, str, str, str]:
     return row.name, row.engine, str(row.nodes), row.state
 
 
-def _long(row: Listed) -> tuple[str, ...]:
+def _long(row: Listed, elsewhere: bool) -> tuple[str, ...]:
     metrics = ", ".join(listed(row.metrics)[:MAX_METRICS])
     lasted = "" if row.seconds is None else listing.duration(row.seconds)
-    return *_short(row), listing.ago(row.started) if row.started else "", lasted, metrics, str(row.run)
+    started = listing.ago(row.started) if row.started else ""
+    return *_short(row), started, lasted, *[str(row.run)] * elsewhere, metrics
 
 
 def _data(row: Listed) -> dict[str, Any]:

@@ -56,6 +56,7 @@ def run(args: argparse.Namespace) -> int:
 
 def start(args: argparse.Namespace, dry: bool) -> int:
     """Plan a job, and run it unless `dry`, which prints the plan and creates nothing; return the exit code."""
+    began = args.clock.monotonic()
     spec = request.spec_of(args)
     preload.start(spec, code_folder(spec.command))  # while the engine's modules are imported
     revision = source.revision(code_folder(spec.command))
@@ -88,7 +89,7 @@ def start(args: argparse.Namespace, dry: bool) -> int:
         _detach(paths, args.shown)
         return errors.SUCCEEDED
     with watch.shown(args, job_plan, paths) as shown:
-        data = launch.supervise(paths, engine, stops, shown)
+        data = launch.supervise(paths, engine, stops, shown, prepared=args.clock.monotonic() - began)
     return result.show(args, job_id, data)
 
 

@@ -32,7 +32,7 @@ from orchestrate.console import print_message
 from orchestrate.engines.base import never
 from orchestrate.engines.connection import ANSWER_TIMEOUT, NodeConnection
 from orchestrate.engines.docker.address import address
-from orchestrate.engines.quiet import follow
+from orchestrate.engines.quiet import NO_NETWORK, UNREACHABLE, essence, follow
 from orchestrate.errors import EngineError, EngineLost, ResourceError
 from orchestrate.files.paths import PROJECT
 from orchestrate.job import users
@@ -209,7 +209,7 @@ class Daemon:
         log.debug("docker compose %s: exit code %d in %.2f s", shlex.join(arguments), process.returncode, duration)
         if process.returncode:
             if not capture:
-                print_message(output)
+                print_message(essence(output))
             line = (output.strip() or "it failed").splitlines()[-1]
             message = f"docker compose: {line}"
             if "Cannot connect to the Docker daemon" in line or "error during connect" in line:
@@ -218,7 +218,8 @@ class Daemon:
                 port = taken[1] or taken[2]
                 hint = f"end the program that uses it, or choose another port: --set ports={int(port) + 1}:THERE"
                 raise EngineError(f"port {port} of this machine is in use", hint)
-            raise EngineError(message, NO_NETWORKS if "address pool" in line else "")
+            unreachable = NO_NETWORK if UNREACHABLE.search(output) else ""
+            raise EngineError(message, NO_NETWORKS if "address pool" in line else unreachable)
         return output
 
 

@@ -10,6 +10,7 @@ import docker.errors
 from docker.utils import parse_repository_tag
 
 from orchestrate.console import clean, during, phase, print_message
+from orchestrate.engines import check_cache
 from orchestrate.engines.base import SWARMS, ignoring
 from orchestrate.engines.docker import folders, helpers, mounts, packages, probe, toolkit
 from orchestrate.engines.docker.client import Daemon, reason
@@ -65,9 +66,12 @@ def inventory(daemon: Daemon, spec: JobSpec, run: Path, run_image: bool) -> tupl
     if spec.gpus != "none" and gpu_mode:
         image = _gpu_check_image(daemon, spec, run_image)
         offered = _offer(daemon, image, run, spec) if image else Offer(why=NOT_CHECKED)
-    look = offered.gpus and run_image and may_use_torch(spec, modules)
-    if look and (why := probe.gpu_problem(daemon, spec.image, run, python, offered.gpus)):
-        offered = Offer(why=f"{spec.image} cannot use the GPUs: {why}")
+    if offered.gpus and may_use_torch(spec, modules):
+        if run_image:
+            why = probe.gpu_problem(daemon, spec.image, run, python, offered.gpus)
+        else:
+            why = (has_image(daemon, spec.image) and probe.known_problem(daemon, spec.image, offered.gpus)) or ""
+        offered = Offer(why=f"{spec.image} cannot use the GPUs: {why}{check_cache.AGAIN}") if why else offered
     if run.name == NODES:
         mounts.node_mounts(run, Path.cwd())  # a cluster runs no command
     else:
@@ -139,7 +143,7 @@ def _build(daemon: Daemon) -> None:
     except EngineLost:
         raise
     except EngineError as error:
-        hint = "BASE_IMAGE selects the base image, CA_BUNDLE a CA bundle; see README, The image"
+        hint = error.hint or "BASE_IMAGE selects the base image; see README, The image"
         raise ResourceError(f"could not build the image {IMAGE}: {error}", hint) from None
 
 

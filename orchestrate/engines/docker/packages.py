@@ -115,7 +115,7 @@ def _compose(daemon: Daemon, image: str, build: dict[str, Any], secrets: dict[st
         daemon.compose("--file", "-", "build", given=literal(yaml.safe_dump(file)))
     except EngineLost:
         raise
-    except EngineError:
+    except EngineError as error:
         what = "install the packages" if "dockerfile_inline" in build else "build the image of the Dockerfile"
-        hint = "check the names and versions; behind a proxy that re-signs TLS, set CA_BUNDLE (README, The image)"
+        hint = error.hint or "check the names and versions in the output above"
         raise ResourceError(f"could not {what}: see the output above", hint) from None

@@ -59,16 +59,24 @@ def python(daemon: Daemon, image: str, run: Path) -> str:
 @during("testing the GPUs with torch")
 def gpu_problem(daemon: Daemon, image: str, run: Path, python: str, gpus: Collection[Gpu]) -> str:
     """Return why torch in the image cannot use the GPUs; empty if it can, or if torch is not installed."""
-    key = check_cache.cuda_key([image_id(daemon, image)], gpus)
-    if check_cache.cached(key):
-        return ""
+    if (known := known_problem(daemon, image, gpus)) is not None:
+        return known
     gpu_mode, ids = toolkit.gpu_mode(daemon.info), [gpu.id for gpu in gpus]
     visible = {**toolkit.environment(gpu_mode, ids), "HOME": "/tmp"}
     host = toolkit.host_config(gpu_mode, ids)
     output, failure = _run(
         daemon, image, run, [python, "-c", check_cache.CUDA], check_cache.COMPUTE_TIMEOUT, host, environment=visible
     )
-    return check_cache.cuda(key, output, failure)
+    return check_cache.cuda(_key(daemon, image, gpus), output, failure)
+
+
+def known_problem(daemon: Daemon, image: str, gpus: Collection[Gpu]) -> str | None:
+    """Return the answer of `gpu_problem` if it is known from an earlier test, otherwise None."""
+    return check_cache.known(_key(daemon, image, gpus))
+
+
+def _key(daemon: Daemon, image: str, gpus: Collection[Gpu]) -> list[str]:
+    return check_cache.cuda_key([image_id(daemon, image)], gpus)
 
 
 def _run(

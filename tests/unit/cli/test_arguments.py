@@ -174,6 +174,9 @@ def test_a_variable_must_come_from_the_flag_or_from_the_shell(do, monkeypatch):
         assert do("plan", "--data", data)[2] == [f"error: --data '{data}': missing =", "hint: use --data NAME=DIR"]
 
 
+OF_SCRIPT = "for an option of the script: --set hyperparameters."
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "hint"),
     [
@@ -183,6 +186,9 @@ def test_a_variable_must_come_from_the_flag_or_from_the_shell(do, monkeypatch):
         ("train.py --lr 1", "unknown command 'train.py'", "python -m orchestrate run train.py"),
         ("frobnicate", "unknown command 'frobnicate'", "python -m orchestrate --help"),
         ("run --trainer 2", "run: unknown option '--trainer'", "did you mean --trainers?"),
+        ("run job.yaml --lr 0.1", "run: unknown option '--lr'", f"{OF_SCRIPT}lr=0.1"),
+        ("run job.yaml --lr=0.1", "run: unknown option '--lr=0.1'", f"{OF_SCRIPT}lr=0.1"),
+        ("run job.yaml --trainer 2", "run: unknown option '--trainer'", "did you mean --trainers?"),
         ("run --grace-period 3 x.py", "run: unknown option '--grace-period'", "python -m orchestrate run --help"),
         ("run --grace=3 x.py", "run: unknown option '--grace=3'", "use --set grace=VALUE"),
         ("run --detatch train.py", "run: unknown option '--detatch'", "did you mean --detach?"),
@@ -200,7 +206,7 @@ def test_an_unknown_word_must_be_answered_with_the_closest_match(do, arguments, 
 def test_without_arguments_the_commands_must_be_listed(capsys):
     assert main([]) == 0
     out, err = capsys.readouterr()
-    assert "\n    run  " in out and err == ""
+    assert "\n  run  " in out and err == ""
 
 
 @pytest.mark.parametrize(

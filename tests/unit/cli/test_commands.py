@@ -36,7 +36,6 @@ from orchestrate.supervise.generation import BY_MAX_RUN, BY_USER
         ("c", "c-2"),  # the running one
         ("a", "a matches 2 jobs"),
         ("d", "no such job: d"),
-        ("z-1", "no such job: z-1"),  # a cluster
         ("y", "no such job: y"),
     ],
 )
@@ -47,6 +46,10 @@ def test_a_job_must_be_found_by_its_name_or_a_unique_prefix(do, engine, tmp_path
     cluster = create(JobPaths(tmp_path / "elsewhere" / "y-1"), cluster="y-1").root
     engine.states = [runs_elsewhere(tmp_path / "c-2", "c-2"), runs_elsewhere(cluster, "y-1", sees="nodes")]
     code, out, err = do("rm", asked, "--dry-run")
+    assert do("stop", "z-1")[2] == [
+        "error: z-1 is a cluster, not a job",
+        "hint: python -m orchestrate down z-1 removes it",
+    ]
     if " " in found:
         assert (code, out, err[0]) == (2, [], f"error: {found}")
         known = "a-12, a-1" if asked == "a" else "b, c-2, c-1, b-1, a-12, a-1"  # the newest first

@@ -57,15 +57,18 @@ def test_ps_must_list_jobs_that_have_ended_on_request(do, jobs):
         "STARTED",
         "DURATION",
         "METRICS",
-        "RUN",
     ]
     rows = {line.split()[0]: re.split("  +", line) for line in lines[1:]}
     assert [*rows] == ["running-1", "new-1", "dirty-1", "old-1"]
-    assert rows["new-1"] == ["new-1", "docker", "0", "failed", "2 h ago", "90 s", str(jobs / "new-1")]
+    assert rows["new-1"] == ["new-1", "docker", "0", "failed", "2 h ago", "90 s"]
     old = ["old-1", "docker", "0", "succeeded", "40 d ago", "90 s", "loss 0.1235, step 9, lr Infinity"]
-    assert rows["old-1"] == [*old, str(jobs / "old-1")]
+    assert rows["old-1"] == old
     do.engine.states = [runs_elsewhere(jobs / "dirty-1", "dirty-1")]
     assert sum(line.startswith("dirty-1 ") for line in do("ps", "--all")[1]) == 1  # with its nodes
+    do.engine.states = [runs_elsewhere(jobs.parent / "other" / "far-1", "far-1")]
+    head, *lines = do("ps", "--all")[1]
+    assert head.split()[-2:] == ["RUN", "METRICS"]  # only if a job is elsewhere
+    assert sum(str(jobs) in line for line in lines) == 4 and "/other/far-1" in "".join(lines)
 
 
 def test_ps_must_print_json(do, jobs):

@@ -267,7 +267,7 @@ def test_the_users_environment_must_reach_every_worker():
 @pytest.mark.parametrize(
     ("spec", "gpus", "message", "hint"),
     [
-        (JobSpec(trainers=3, command=("x.py",)), 2, "4 workers need 4 GPUs, but only 2 are available", "--trainers 1"),
+        (JobSpec(trainers=3, command=("x.py",)), 2, "4 workers need 4 GPUs, but only 2 are available", "--nodes 2"),
         (JobSpec(trainers=3, gpus=2), 4, "4 workers need 4 GPUs, but only 2 are available", "--gpus none"),
         (
             JobSpec(trainers=0, nproc_per_node=2),
@@ -275,8 +275,8 @@ def test_the_users_environment_must_reach_every_worker():
             "2 workers need 2 GPUs, but only 1 is available",
             "(--nproc-per-node 1)",
         ),
-        (JobSpec(nproc_per_node=2, gpus="all"), 5, "8 workers need 8 GPUs", "(--trainers 1, --nproc-per-node 1)"),
-        (JobSpec(trainers=2, command=("x.py",)), 1, "3 workers need 3 GPUs, but only 1 is available", "(--trainers 0)"),
+        (JobSpec(nproc_per_node=2, gpus="all"), 5, "8 workers need 8 GPUs", "(--nodes 2, --nproc-per-node 1)"),
+        (JobSpec(trainers=2, command=("x.py",)), 1, "3 workers need 3 GPUs, but only 1 is available", "(--nodes 1)"),
         (JobSpec(gpus=5), 4, "--gpus 5: only 4 are available: GPU-0, GPU-1, GPU-2, GPU-3", "--gpus 4"),
         (JobSpec(gpus="all"), 0, "--gpus all: the engine has no NVIDIA runtime", "--gpus none"),
         (JobSpec(gpus=1), 0, "--gpus 1: the engine has no NVIDIA runtime", "--gpus none"),

@@ -147,7 +147,7 @@ def test_a_comparison_must_show_each_job_and_first_what_differs():
     html = page([first, other, dataclasses.replace(first, name="c-3", axis="none", curves={})], ["a/", "", "c"], "./")
     assert words(html) == (
         "3 jobs Jobs 3 jobs Outcomes job a-1 b-2 c-3 outcome failed succeeded failed "
-        "root cause rank 2 <failed> rank 2 <failed> duration 2 min 0 s 7.0 s 2 min 0 s goodput 28 % 0 % 28 % "
+        "root cause rank 2 <failed> rank 2 <failed> duration 2 min 0 s 7.0 s 2 min 0 s goodput 28 % 28 % "
         "workers 2 3 2 generations 2 1 2 commit 0123456789ab and changes 0123456789ab and changes "
         "machine docker: 8 cores process: 8 cores docker: 8 cores "
         "Settings Settings that differ are marked . key a-1 b-2 c-3 trainers 1 not set 1 image x:1 x:1 x:1 "

@@ -114,14 +114,14 @@ def test_the_progress_of_a_job_must_be_that_of_the_first_worker_that_still_runs(
     assert status(view) == "step 0, loss 0.5"
 
 
-def test_workers_that_failed_must_come_first_then_idle_ones_then_those_behind():
+def test_workers_that_failed_must_come_first_then_those_that_others_wait_for_then_those_behind():
     view = View(plan(JobSpec(trainers=6), HERE, "a-1"), 0.0)
     view.event(events.WorkersStarted(), 3.0)
     for rank, step in ((1, 9), (2, 8), (3, 9), (4, 0)):
         view.ranks[rank].hear(parse(f"step {step}"), 20.0)
     view.ranks[6].hear(None, 20.0)
     view.event(events.WorkerEnded(3, "trainer-3", 1, False), 21.0)
-    assert [rank.number for rank in worst_first(view.ranks, 22.0)] == [3, 0, 5, 4, 2, 1, 6]
+    assert [rank.number for rank in worst_first(view.ranks, 22.0)] == [3, 4, 2, 1, 6, 0, 5]
 
 
 @pytest.mark.parametrize(

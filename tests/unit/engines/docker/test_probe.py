@@ -90,6 +90,26 @@ def test_a_torch_that_worked_with_these_gpus_must_not_be_tested_again():
     assert check_cache.gpu_problem(gpus[::-1]) == ""  # which a test would find
 
 
+@pytest.mark.parametrize(
+    ("output", "lasts"),
+    [
+        ("torch 2.15.0: Found no NVIDIA driver on your system", True),
+        ("torch 2.15.0: Torch not compiled with CUDA enabled", True),
+        ("torch 2.15.0: CUDA error: no kernel image is available for execution on the device", True),
+        ("torch 2.15.0: CUDA error: CUDA-capable device(s) is/are busy or unavailable", False),
+        ("torch 2.15.0: CUDA error: system not yet initialized", False),
+    ],
+)
+def test_what_keeps_torch_from_gpus_until_image_or_driver_change_must_be_known(output, lasts):
+    assert check_cache.known(["a"]) is None
+    assert check_cache.cuda(["a"], output) == output
+    assert check_cache.known(["a"]) == (output if lasts else None)
+    check_cache.cuda(["b"], "works")
+    assert check_cache.known(["b"]) == ""
+    check_cache.forget()
+    assert check_cache.known(["a"]) is check_cache.known(["b"]) is None
+
+
 def test_only_a_torch_that_works_or_is_missing_must_be_cached(tmp_path):
     assert check_cache.cuda(["a"], "torch 2: no") == "torch 2: no" and not check_cache.cached(["a"])
     assert check_cache.cuda(["a"], "") == "torch exited without output"

@@ -1,0 +1,32 @@
+"""What a command line that describes a job is warned about before anything starts."""
+
+import pytest
+
+
+@pytest.fixture
+def planned(do, tmp_path, monkeypatch):
+    """A function that plans a job in a folder with a script, and returns what is printed about it."""
+    code = tmp_path / "code"
+    code.mkdir()
+    (code / "train.py").touch()
+    monkeypatch.chdir(code)
+
+    def plan(*arguments: str) -> list[str]:
+        status, _, err = do("plan", *arguments)
+        assert status == 0, err
+        return err
+
+    return plan
+
+
+def test_without_a_script_the_example_must_be_named(planned):
+    assert planned() == ["no script given: this is the example, app.train; yours: plan SCRIPT.py"]
+    assert planned("train.py") == []
+
+
+@pytest.mark.parametrize("word", ["--nodes", "--trainers=2", "--dry-run", "--engine"])
+def test_options_after_the_script_must_be_pointed_out(planned, word):
+    assert planned("train.py", word, "3") == [
+        f"warning: {word} comes after the script, and so is an argument of the script"
+    ]
+    assert planned("train.py", "--lr", "3", "--node", "--gpus") == []
