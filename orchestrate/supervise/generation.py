@@ -304,16 +304,17 @@ class Generation:
             if hang.has_failed(logs[rank], stand):
                 return self._diagnosis(WorkerExit(rank, 1), None, STUCK)
         rank, what = hang.late(states, stands)
-        return self._hang_cause(rank, f"the job hung: rank {rank} on {self.plan.workers[rank].node} {what}")
+        starting = " in init_process_group\n" in logs.get(rank, "")
+        return self._hang_cause(rank, f"the job hung: rank {rank} on {self.plan.workers[rank].node} {what}", starting)
 
-    def _hang_cause(self, rank: int, summary: str) -> Cause:
+    def _hang_cause(self, rank: int, summary: str, starting: bool = False) -> Cause:
         return Cause(
             rank=rank,
             node=self.plan.workers[rank].node,
             exit_code=LOST_EXIT_CODE,
             cause=Reason.HANG,
             summary=summary,
-            hint=traits.shared_file(self.plan)
+            hint=(starting and traits.shared_file(self.plan))
             or "the log of each rank ends with its stacks; hang_after in the job file sets the time limit",
             last_lines=self.files.last_lines(rank),
             log=str(self.files.log(rank)),

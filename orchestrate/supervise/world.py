@@ -17,8 +17,8 @@ from orchestrate.supervise.running import Running
 CHECK_AFTER = 60.0  # seconds of training after which workers are checked while they run
 LOOK_INTERVAL = 10.0  # seconds between two looks whether training has begun
 # Bytes per worker of the job that a worker exchanges at most to create process groups, and for nothing else; with gloo
-# and 2 to 16 workers it was 420 to 440.
-SETUP_BYTES = 1024
+# and 2 to 16 workers it was 380 to 440, and a barrier takes 110 to 145 more.
+SETUP_BYTES = 512
 MIN_SAMPLED = 2.0  # seconds for which workers must have been sampled, and connected, for a verdict
 MIN_CONNECTED = 1.0
 _LIGHTNING = (

@@ -114,6 +114,20 @@ def test_a_script_whose_framework_does_not_see_the_job_must_be_warned_about(scri
     assert scripts.report()["isolated"]
 
 
+@pytest.mark.slow
+def test_a_launcher_in_a_shell_script_must_be_named(scripts, nothing_left):
+    """It makes a world of its own on each node, and succeeds."""
+    (scripts.folder / "train.py").write_text(
+        "import time\nimport torch\nimport torch.distributed as dist\ndist.init_process_group('gloo')\n"
+        "end = time.monotonic() + 3\nwhile time.monotonic() < end:\n    dist.all_reduce(torch.ones(1000))\n"
+    )
+    (scripts.folder / "go.sh").write_text("torchrun --standalone --nproc-per-node 1 train.py\n")
+    done = scripts("run", "--engine", "process", "--nodes", "2", "--", "bash", "go.sh")
+    assert done.returncode == 0, done.stderr
+    assert f"{WARNING.format(2)}\n" in done.stderr
+    assert "hint: torchrun starts workers of its own on each node: run its script as the job's, without" in done.stderr
+
+
 @pytest.mark.parametrize(("how", "isolated"), [("alone", True), ("group", True), ("sums", False)])
 def test_workers_that_exchange_no_data_must_be_reported(ready, how, isolated):
     done = ready("run", "--engine", ready.engine, "--trainers", "3", *OPTIONS, "--", "together.py", how)

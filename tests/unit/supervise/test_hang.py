@@ -1,6 +1,7 @@
 """A hung job must be distinguished from a working one, and the worker that the others wait for must be found."""
 
 import pytest
+from support.plans import HERE, plan
 from support.recording import RecordingEngine
 from support.scripted import ALL_WELL
 
@@ -276,6 +277,24 @@ def test_an_idle_job_must_count_as_hung_and_every_worker_must_be_asked_for_its_s
         "the job hung: rank 2 on trainer-2 never arrived: it is at /w/train.py:4 in load; "
         "2 others wait at /x/torch/distributed/c10d.py:4 in all_reduce"
     )
+
+
+@pytest.mark.parametrize(("function", "named"), [("init_process_group", True), ("all_reduce", False)])
+def test_a_file_at_which_workers_of_several_nodes_want_to_meet_must_be_named(job, tmp_path, function, named):
+    (tmp_path / "train.py").write_text("import torch\ndist.init_process_group('gloo', init_method='file:///tmp/x')\n")
+    engine = RecordingEngine([])
+
+    def dump() -> None:
+        for rank in range(3):
+            job.paths.log(rank).write_text(dumped(thread((f"{TORCH}/distributed/c10d.py", 5, function), MINE)))
+        engine.batches.append([WorkerExit(rank, 134) for rank in range(3)])
+
+    engine.dump = dump
+    spec = JobSpec(trainers=2, grace=0.01, hang_after=20.0, max_restarts=0, command=("train.py",))
+    job.run(engine, spec, plan(spec, HERE.but(code=str(tmp_path)), "j", 29500))
+    (ended,) = [end for end in job.supervisor.history.ended if end.cause]
+    meets = "workers meet at a file (train.py:2), which each node has for itself: use env://"
+    assert (ended.cause.hint == meets) is named
 
 
 ERROR = """Traceback (most recent call last):
