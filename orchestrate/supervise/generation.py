@@ -21,7 +21,6 @@ from orchestrate.supervise.tracebacks import before_dump
 from orchestrate.supervise.world import WorldCheck
 
 BY_USER, BY_MAX_RUN = "stopped by the user", "max_run was reached"
-STUCK = "failed, but its threads or child processes kept it from exiting"
 FAILED, RESCALED, REMOVED = "a worker failed", "a node is back", "its run directory was removed"
 PARTITION_TIMEOUT = 5.0  # seconds that a node may be disconnected from the network
 LOADED_SECONDS = 600.0  # a script that has run for longer can be loaded, even if it reports no progress
@@ -294,15 +293,12 @@ class Generation:
         self._stop(FAILED)
 
     def _find_hang_cause(self, states: dict[int, str]) -> Cause:
-        """Return the cause of a hang, by process states and printed stacks.
-
-        It is a worker whose script has failed, or the one that the others wait for.
-        """
+        """Return the cause of a hang: a worker whose script has failed, or the one that the others wait for."""
         logs = {rank: self.files.text(rank) for rank in sorted(states)}
         stands = {rank: hang.parse_position(log) for rank, log in logs.items()}
         for rank, stand in stands.items():
             if hang.has_failed(logs[rank], stand):
-                return self._diagnosis(WorkerExit(rank, 1), None, STUCK)
+                return self._diagnosis(WorkerExit(rank, 1), None, hang.STUCK)
         rank, what = hang.late(states, stands)
         starting = " in init_process_group\n" in logs.get(rank, "")
         return self._hang_cause(rank, f"the job hung: rank {rank} on {self.plan.workers[rank].node} {what}", starting)
@@ -339,10 +335,12 @@ class Generation:
 
     def _diagnosis(self, exit: WorkerExit, known: Reason | None, what: str = "") -> Cause:
         """Return the cause of a worker's end; `what` describes that instead of its exit code."""
-        context = self.files.last_lines(exit.rank, CONTEXT)
-        context = [*before_dump(context)] if what else context
+        lines, context = self.files.last_lines(exit.rank), self.files.last_lines(exit.rank, CONTEXT)
+        if what:  # the stacks that we have asked for show nothing more
+            context = [*before_dump(context)]
+            lines = context[-LAST_LINES:]
         log, host = str(self.files.log(exit.rank)), self.nodes.hosts.get(self.plan.workers[exit.rank].node, "")
-        return diagnose(self.plan, exit, known, context[-LAST_LINES:], log, host, context, what)
+        return diagnose(self.plan, exit, known, lines, log, host, context, what)
 
     def _result(self, outcome: Outcome, why: str, cause: Cause | None = None) -> GenerationResult:
         lasted = self.clock.monotonic() - self.started

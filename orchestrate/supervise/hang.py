@@ -16,6 +16,7 @@ STATES = {
     "D": "waits for disk or network file system I/O",
 }
 FROZEN = ("T", "t")
+STUCK = "failed, but its threads or child processes kept it from exiting"  # a worker for which `has_failed`
 WAITING = ("/torch/distributed/", "/torch/autograd/", "/torch/nn/parallel/")  # code in which a rank waits for others
 _FRAME = re.compile(r'^ *File "(.+)", line (\d+) in (\S+)', re.M)
 _LIBRARY = re.compile(r"/(site|dist)-packages/|/lib/python3|^<frozen|/orchestrate/node/zygote\.py$")

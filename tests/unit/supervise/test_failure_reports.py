@@ -138,3 +138,18 @@ def test_the_worker_that_the_others_waited_for_must_be_reported_even_if_it_was_k
     spec = JobSpec(trainers=2, gpus="all", max_restarts=0)
     assert job.run(engine, spec, plan(spec, site, "j", 29500)).outcome == "failed"
     assert job.causes() == [(2, "timeout")]
+
+
+def test_the_report_of_a_crash_must_have_the_last_output_and_the_innermost_frames(job):
+    stack = "".join(f'  File "/w/{number}.py", line 1 in call\n' for number in range(60))
+    job.paths.log(1).write_text(
+        f"step 7\nFatal Python error: Segmentation fault\n\nCurrent thread 0x0f (most):\n{stack}"
+    )
+    job.run(RecordingEngine([[WorkerExit(1, 139)]]), JobSpec(trainers=2, grace=0.01, max_restarts=0))
+    (ended,) = job.supervisor.history.ended
+    assert ended.cause and ended.cause.last_lines[:4] == [
+        "step 7",
+        "Fatal Python error: Segmentation fault",
+        "Current thread 0x0f (most):",
+        '  File "/w/0.py", line 1 in call',
+    ]
