@@ -10,7 +10,7 @@ from orchestrate.cli import defaults
 from orchestrate.cli.arguments import flags
 from orchestrate.console import print_message
 from orchestrate.errors import UsageError
-from orchestrate.files.paths import PROJECT, hidden
+from orchestrate.files.paths import hidden
 from orchestrate.job import folders, requirements, secret_files, source
 from orchestrate.job.layers import read_file, read_set, resolve
 from orchestrate.job.redact import HIDDEN
@@ -43,8 +43,6 @@ def spec_of(args: argparse.Namespace) -> JobSpec:
             "although source is set" if spec.source else "and `app` in this folder would run instead of the default job"
         )
         raise UsageError(f"no script given, {what}", f"python -m orchestrate {args.command} SCRIPT.py")
-    if runs_command and default and Path.cwd() != PROJECT:
-        print_message(f"no script given: this is the example, {spec.command[1]}; yours: {args.command} SCRIPT.py")
     for word in (args.script or [])[1:]:
         if word.partition("=")[0] in OURS:
             print_message(f"warning: {word} comes after the script, and so is an argument of the script")

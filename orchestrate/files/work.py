@@ -166,14 +166,14 @@ class Copy:
     def _readable(self, path: Path) -> bool:
         """Whether nodes can read an original."""
         if self.owner is None:
-            return os.access(path, os.R_OK)
+            return os.access(path, os.R_OK) or not os.path.lexists(path)
         folders = [folder for folder in path.parents if folder.is_relative_to(self.code)]
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(FileNotFoundError):  # it has been removed meanwhile
             status = path.lstat()
             rights = stat.S_IROTH | (stat.S_IXOTH if stat.S_ISDIR(status.st_mode) else 0)
             entered = all(allows(folder.lstat(), *self.owner, stat.S_IXOTH) for folder in folders)
             return entered and allows(status, *self.owner, rights)
-        return False
+        return True
 
     def _symlink(self, target: str, name: str, there: int) -> None:
         with contextlib.suppress(FileExistsError):

@@ -14,10 +14,9 @@ open("written", "w").close()
 
 
 @pytest.fixture
-def private(cli, tmp_path):
+def private(cli, tmp_path_factory):
     """The command line in a folder that only its user can read, from an installation of the same kind."""
-    installed = tmp_path / "private"
-    installed.mkdir()
+    installed = tmp_path_factory.mktemp("private")
     shutil.copytree(ROOT / "orchestrate", installed / "orchestrate", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "docker-compose.yml", installed)
     (cli.folder / "config").mkdir()
@@ -25,7 +24,7 @@ def private(cli, tmp_path):
     (cli.folder / "train.py").write_text(SCRIPT)
     for path in (installed, *installed.rglob("*"), cli.folder, *cli.folder.rglob("*")):
         path.chmod(0o700 if path.is_dir() else 0o600)
-    cli.env |= {"PYTHONPATH": str(installed), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    cli.env |= {"PYTHONPATH": str(installed), "XDG_CACHE_HOME": str(installed / "cache")}
     before = os.umask(0o077)
     yield cli
     os.umask(before)

@@ -143,7 +143,7 @@ def test_a_cluster_in_use_must_not_take_a_second_job_or_go_down(up, cli, engine)
     assert (refused.returncode, f"error: {cluster.name} is in use by {first.name} " in refused.stderr) == (2, True)
     assert refused.stderr.endswith(f" stop {first.name}\n")
     wrong = cli("stop", cluster.name)
-    assert (wrong.returncode, f"error: no such job: {cluster.name}" in wrong.stderr) == (2, True)
+    assert (wrong.returncode, f"error: {cluster.name} is a cluster, not a job" in wrong.stderr) == (2, True)
     assert cli("stop", first.name).returncode == 0
     assert job.end() == 130
     assert cluster.state() == "idle" and not on_cluster(first)

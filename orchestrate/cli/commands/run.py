@@ -23,10 +23,10 @@ from orchestrate.engines import choice
 from orchestrate.engines.ports import port
 from orchestrate.errors import UsageError
 from orchestrate.files import lock
-from orchestrate.files.paths import PACKAGE, STDIN, JobPaths, code_folder
+from orchestrate.files.paths import PACKAGE, PROJECT, STDIN, JobPaths, code_folder
 from orchestrate.job import preload, source, store
 from orchestrate.job.plan import Inventory, Placement, plan
-from orchestrate.job.spec import JobSpec
+from orchestrate.job.spec import APP, JobSpec
 from orchestrate.supervise import launch, stores
 
 if TYPE_CHECKING:
@@ -74,6 +74,8 @@ def start(args: argparse.Namespace, dry: bool) -> int:
         cluster.remove_kept(engine, args.runs)
         placement = cluster.keep(engine, spec, args.runs, own, job_id) if spec.keep else own
     job_plan = plan(spec, inventory, placement, job_id, port(placement.network, 0))
+    if args.script is None and not args.file and spec.command == APP and Path.cwd() != PROJECT:
+        print_message(f"no script given: this is the example, {APP[1]}; yours: {args.command} SCRIPT.py")
     if dry:
         out(job_plan.to_json() if getattr(args, "json", False) else job_plan)
         return errors.SUCCEEDED
