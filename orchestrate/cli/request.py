@@ -15,6 +15,7 @@ from orchestrate.job import folders, requirements, secret_files, source
 from orchestrate.job.layers import read_file, read_set, resolve
 from orchestrate.job.redact import HIDDEN
 from orchestrate.job.spec import APP, JobSpec, unencodable
+from orchestrate.node.command import launcher
 from orchestrate.supervise import launch
 from orchestrate.supervise.notify import is_url
 
@@ -43,7 +44,8 @@ def spec_of(args: argparse.Namespace) -> JobSpec:
             "although source is set" if spec.source else "and `app` in this folder would run instead of the default job"
         )
         raise UsageError(f"no script given, {what}", f"python -m orchestrate {args.command} SCRIPT.py")
-    for word in (args.script or [])[1:]:
+    script = args.script or []
+    for word in script[1:] if not launcher(script) else ():  # a launcher's flags are its own
         if word.partition("=")[0] in OURS:
             print_message(f"warning: {word} comes after the script, and so is an argument of the script")
     if why := unencodable(spec):

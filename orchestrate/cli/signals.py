@@ -9,7 +9,8 @@ from typing import Any
 from orchestrate import console, patience
 from orchestrate.job.spec import JobSpec
 
-HURRY, HURRY_PER_NODE = 10.0, 0.5  # seconds from the second request until the command gives up what it waits for
+# Seconds from the second request until the command gives up what it waits for: at least, for each node, and at most.
+HURRY, HURRY_PER_NODE, MOST = 10.0, 0.5, 60.0
 AGAIN = 1.0  # seconds until it is interrupted again, if it waits for its own threads then
 
 
@@ -20,7 +21,7 @@ def count(spec: JobSpec) -> Any:
     the main thread if that has not ended the command: the engine, a disk or a store may not respond.
     """
     seen: list[int] = []
-    most = HURRY + HURRY_PER_NODE * (1 + spec.trainers + spec.spares)
+    most = min(MOST, HURRY + HURRY_PER_NODE * (1 + spec.trainers + spec.spares))
 
     def note(number: int, _: object) -> None:
         seen.append(number)

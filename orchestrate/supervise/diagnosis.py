@@ -126,6 +126,8 @@ def diagnose(
         cause, hint = found
     if cause == Reason.ERROR and any("Traceback (most recent call last)" in line for line in lines):
         hint = ""  # the traceback is complete
+    if cause == Reason.ERROR and not lines:
+        hint = "it printed nothing: its script may have called sys.exit()"
     if known:
         cause = known
         hint = BY_ENGINE.get(known, hint)

@@ -70,6 +70,10 @@ def file(path: str, plan: Plan) -> str:
     """Return how workers in containers get a file that a script has not found; empty if that is not known."""
     code = plan.placement.code
     there = os.path.normpath(plan.placement.start / path)
+    folder, script = os.path.split(plan.command[0])
+    if folder and os.path.lexists(plan.placement.start / folder / path) and not os.path.isabs(path):
+        chdir = os.path.join(plan.placement.chdir, folder)
+        return f"{path} is there from the folder of the script: --chdir {shlex.quote(chdir)} {shlex.quote(script)}"
     if plan.engine == "process" or not there.startswith("/"):
         return ""
     if os.path.isabs(path):

@@ -94,7 +94,7 @@ IN_LINES = [
     Symptom(
         rf"error: unrecognized arguments:.* --({RUN_OPTIONS})(?![\w-])",
         Reason.USAGE,
-        "options of run come before the script: run --gpus none SCRIPT ARGS",
+        r"options of run come before the script: run --\1 … SCRIPT ARGS",
         "train.py: error: unrecognized arguments: --gpus none",
     ),
     Symptom(

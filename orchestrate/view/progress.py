@@ -48,6 +48,7 @@ NAMES = re.compile(  # of metrics in text that is not a bar, such as `train_loss
 SETTINGS = re.compile(  # in a name: `min_lr`, `loss_weight` and others are printed, but not measured
     r"(?:^|[_./])(?:min|max|base|initial|end|final|warmup|decay|weight|coef|scale|factor|steps|iters)(?:$|[_./])"
 )
+EPOCH = re.compile(r"\W*(?:\w{1,10}\W+)?epoch\b")  # how a line begins that reports one
 DIGIT = re.compile("[0-9]")
 STEP, TOTAL = ("step", "global_step", "current_step"), ("total_steps", "max_steps")  # metrics that are no metrics
 MAX_STEP = 1 << 53  # beyond which not every float is a whole number
@@ -100,6 +101,8 @@ def _of_text(line: str) -> Progress | None:
     for kind, name, value, whole in VALUE.findall(lower) if any(word in lower for word in WORDS) else ():
         if NAMES.search(name := _name(kind, name)) and not SETTINGS.search(name):
             pairs[name] = float(value) / (float(whole or 1) or 1)
+    if [*pairs] == ["epoch"] and not EPOCH.match(lower):  # `resuming from epoch 3`
+        del pairs["epoch"]
     if ("step" in lower or "iter" in lower) and (step := STEP_OF.search(lower)):
         return Progress(step=int(step[1]), total=int(step[2]) if step[2] else None, metrics=pairs, bar=True)
     return Progress(metrics=pairs) if pairs else None

@@ -30,3 +30,5 @@ def test_options_after_the_script_must_be_pointed_out(planned, word):
         f"warning: {word} comes after the script, and so is an argument of the script"
     ]
     assert planned("train.py", "--lr", "3", "--node", "--gpus") == []
+    for start in (["torchrun"], ["python", "-m", "torch.distributed.run"]):
+        assert planned(*start, "--nproc-per-node", "2", "train.py") == []

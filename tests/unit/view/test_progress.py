@@ -108,6 +108,8 @@ def test_lines_must_be_read(line, expected):
         ("  train_runtime            = 0:00:12.10", None),
         ("val_loss improved from 0.50 to 0.45", None),
         ("min_lr = 6e-05", None),
+        ("resuming from epoch 3", None),
+        ("Train Epoch 3 begins", {"epoch": 3}),
         ("lr_decay_iters=600000", None),
         ("coca_caption_loss_weight: 2.0", None),
         ("warmup_lr 1e-6, epochs 90", None),
