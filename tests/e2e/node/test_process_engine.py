@@ -92,6 +92,7 @@ class Nodes:
                 connection.close()
             for node in session.nodes.values():
                 if node.child:
+                    node.child.kill()  # which `processes` misses until it has executed its program
                     node.child.wait()
 
 
