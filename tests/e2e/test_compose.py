@@ -155,6 +155,7 @@ def test_a_failing_rank_must_end_the_gang_and_make_up_fail(project, rank):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_torchs_store_must_outlive_rank_0(project):
     project.env["NODE_COMMAND"] = "leaves_first.py"
     done = project(*CPU, "up", "--scale", "trainer-cpu=1")

@@ -115,6 +115,7 @@ def test_a_script_whose_framework_does_not_see_the_job_must_be_warned_about(scri
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_launcher_in_a_shell_script_must_be_named(scripts, nothing_left):
     """It makes a world of its own on each node, and succeeds."""
     (scripts.folder / "train.py").write_text(

@@ -90,10 +90,9 @@ class Nodes:
             session.clients.selector.close()
             for connection in session.clients.connections.values():
                 connection.close()
-            for node in session.nodes.values():
-                if node.child:
-                    node.child.kill()  # which `processes` misses until it has executed its program
-                    node.child.wait()
+            for child in [node.child for node in session.nodes.values() if node.child]:
+                child.kill()  # `processes` misses it until it has executed its program
+                child.wait()
 
 
 @pytest.fixture
