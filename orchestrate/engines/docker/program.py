@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import shutil
 import tempfile
 from pathlib import Path
 
@@ -55,6 +53,9 @@ def _copied() -> Path:
                 path.write_bytes(content)
                 path.chmod(0o644)
                 path.parent.chmod(0o755)
-            with contextlib.suppress(FileExistsError):  # by another process
-                shutil.move(str(Path(fresh, copy.name)), copy)
+            try:
+                Path(fresh, copy.name).rename(copy)
+            except OSError:
+                if not copy.is_dir():  # made by another process meanwhile
+                    raise
     return copy
