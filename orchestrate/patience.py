@@ -10,7 +10,7 @@ _calm = threading.Event()  # set once no more signals may be sent
 
 
 class Abandoned(BaseException):
-    """The command gives up whatever it waits for; raised in the main thread, by its handler of SIGNAL."""
+    """Raised in the main thread by the handler of SIGNAL: the command stops waiting."""
 
 
 def limit(seconds: float, again: float) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from orchestrate import console, patience
 from orchestrate.job.spec import JobSpec
 
-# Seconds from the second request until the command gives up what it waits for: at least, for each node, and at most.
+# Seconds that the command still waits after the second request: at least, more for each node, and at most.
 HURRY, HURRY_PER_NODE, MOST = 10.0, 0.5, 60.0
 AGAIN = 1.0  # seconds until it is interrupted again, if it waits for its own threads then
 
@@ -17,8 +17,8 @@ AGAIN = 1.0  # seconds until it is interrupted again, if it waits for its own th
 def count(spec: JobSpec) -> Any:
     """Count Ctrl-C and SIGTERM as requests to stop, and ignore SIGHUP; return a function that returns the count.
 
-    After SIGTERM, which nobody may repeat, the end of the grace period is the second request. Abandoned is raised in
-    the main thread if that has not ended the command: the engine, a disk or a store may not respond.
+    SIGTERM is often sent only once, so the end of the grace period counts as the second request. If the command is
+    still waiting some seconds after that, for an engine, a disk or a store, Abandoned is raised in the main thread.
     """
     seen: list[int] = []
     most = min(MOST, HURRY + HURRY_PER_NODE * (1 + spec.trainers + spec.spares))

@@ -158,6 +158,11 @@ def allows(status: os.stat_result, user: int, group: int, rights: int) -> bool:
     return user == 0 or (status.st_mode >> shift) & rights == rights
 
 
+def allows_reading(status: os.stat_result, user: int, group: int) -> bool:
+    """Whether a mode lets a user read the file, or list and enter the folder."""
+    return allows(status, user, group, 5 if stat.S_ISDIR(status.st_mode) else 4)
+
+
 def harmless(path: Path) -> None:
     """Remove set-user-ID and set-group-ID bits from all files of a folder; raises OSError if a file keeps them."""
     failure: OSError | None = None

@@ -16,7 +16,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TypeAlias
 
-from orchestrate.files.folder import Folder, allows, walk_in
+from orchestrate.files.folder import Folder, allows, allows_reading, walk_in
 
 MAX_FILE = 64 << 20  # bytes of a file that is copied
 MAX_BYTES, MAX_FILES = 512 << 20, 10_000  # bytes and files that are copied; either takes half a second
@@ -169,10 +169,8 @@ class Copy:
             return os.access(path, os.R_OK) or not os.path.lexists(path)
         folders = [folder for folder in path.parents if folder.is_relative_to(self.code)]
         with contextlib.suppress(FileNotFoundError):  # it has been removed meanwhile
-            status = path.lstat()
-            rights = stat.S_IROTH | (stat.S_IXOTH if stat.S_ISDIR(status.st_mode) else 0)
             entered = all(allows(folder.lstat(), *self.owner, stat.S_IXOTH) for folder in folders)
-            return entered and allows(status, *self.owner, rights)
+            return entered and allows_reading(path.lstat(), *self.owner)
         return True
 
     def _symlink(self, target: str, name: str, there: int) -> None:

@@ -8,7 +8,7 @@ from pathlib import PurePath
 from typing import Any, NoReturn
 
 from orchestrate.errors import UsageError
-from orchestrate.node.command import LAUNCHERS, PYTHON, named
+from orchestrate.node.command import LAUNCHERS, PYTHON, begins, named
 
 RUN, LAUNCH = "torch.distributed.run", "torch.distributed.launch"
 # Flags of torchrun (torch 2.15) for what the orchestrator does itself: rendezvous, logs and monitoring of workers.
@@ -60,11 +60,9 @@ def read(words: tuple[str, ...]) -> tuple[tuple[str, ...], dict[str, Any]]:
 
 def other_launcher(words: tuple[str, ...]) -> str:
     """Return the launcher that a command runs, if its workers would know nothing of other nodes; otherwise empty."""
-    first = (PurePath(words[0]).name, *words[1:])
-    for start, joins in LAUNCHERS.items():
-        if first[: len(start)] == start and not any(joins and word.partition("=")[0] == joins for word in words):
-            return named(start)
-    return ""
+    start = begins(words)
+    joins = LAUNCHERS.get(start)
+    return "" if joins and any(word.partition("=")[0] == joins for word in words) else named(start)
 
 
 class _Parser(argparse.ArgumentParser):

@@ -7,12 +7,11 @@ import grp
 import os
 import pwd
 import re
-import stat
 from collections.abc import Mapping
 from pathlib import Path
 
 from orchestrate.errors import UsageError
-from orchestrate.files.folder import allows
+from orchestrate.files.folder import allows_reading
 from orchestrate.job.spec import JobSpec
 
 NO_ID = (1 << 32) - 1  # means "unchanged" to chown(2)
@@ -78,5 +77,4 @@ def _group(group: int) -> str:
 
 def can_read(path: Path, user: int, group: int) -> bool:
     """Whether the mode of a path lets a user read the file, or list and enter the folder."""
-    status = path.stat()
-    return allows(status, user, group, 5 if stat.S_ISDIR(status.st_mode) else 4)
+    return allows_reading(path.stat(), user, group)

@@ -56,14 +56,18 @@ def launcher(line: Sequence[str]) -> str:
         del rest[0]
         while rest and rest[0].startswith("-") and rest[0] not in ("-m", "-c"):
             del rest[: 2 if rest[0] in WITH_VALUE else 1]
-    if rest:
-        rest[0] = os.path.basename(rest[0])
-    return next((named(start) for start in LAUNCHERS if (*rest[: len(start)],) == start), "")
+    return named(begins(rest))
+
+
+def begins(words: Sequence[str]) -> tuple[str, ...]:
+    """Return how a command of LAUNCHERS begins that these words, without Python, run; empty if they run none."""
+    first = (*(os.path.basename(word) for word in words[:1]), *words[1:])
+    return next((start for start in LAUNCHERS if first[: len(start)] == start), ())
 
 
 def named(start: tuple[str, ...]) -> str:
-    """A launcher of LAUNCHERS, for display."""
-    return "python " * (start[0] == "-m") + " ".join(start)
+    """A launcher of LAUNCHERS, for display; empty for none."""
+    return "python " * (start[:1] == ("-m",)) + " ".join(start)
 
 
 def words(command: list[str]) -> list[str]:

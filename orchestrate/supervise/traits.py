@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from orchestrate.files import bounded
 from orchestrate.job import imports
 from orchestrate.job.plan import Plan
@@ -18,7 +20,10 @@ def of(plan: Plan) -> dict[str, str]:
 
 def own_world(plan: Plan) -> str:
     """Return what a script does where it may create a world of its own; empty if it has no such place."""
-    found = of(plan)
+    return _own_world(of(plan))
+
+
+def _own_world(found: Mapping[str, str]) -> str:
     if place := found.get("spawn"):
         return f"see whether this run called mp.spawn() at {place}: the job starts the workers, and sets RANK"
     if place := found.get("address"):
@@ -26,9 +31,11 @@ def own_world(plan: Plan) -> str:
     return ""
 
 
-def group(plan: Plan) -> str:
+def together(plan: Plan) -> str:
     """Return how the workers of a script train together that have exchanged no data."""
     found = of(plan)
+    if own := _own_world(found):
+        return own
     if "group" in found and "parallel" in found:
         return (
             f"init_process_group() is at {found['group']}, DistributedDataParallel at {found['parallel']}: see why "

@@ -119,7 +119,7 @@ class WorldCheck:
             return f"{launcher} starts workers of its own on each node: run its script as the job's, without {launcher}"
         found = uses(self.plan.command, self.plan.placement.start)
         framework = next((text for name, text in HINTS.items() if name in found), "")
-        return framework or traits.own_world(self.plan) or traits.group(self.plan)
+        return framework or traits.together(self.plan)
 
     def _isolated(self, known: Mapping[int, Use]) -> bool:
         """Whether the workers use torch and exchange no data, as far as is known."""
