@@ -19,6 +19,7 @@ def run(cli, engine, *arguments, **env):
     return cli("run", "--engine", engine, "--gpus", "none", "--max-restarts", "0", *options, *arguments, **env)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.docker
 def test_ctrl_c_must_end_a_compose_that_hangs(cli, docker_engine, nothing_left):
     hung = compose_hangs(cli)

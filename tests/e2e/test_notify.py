@@ -19,14 +19,10 @@ def test_a_server_must_be_notified_of_start_restart_and_end_with_a_signature(cli
 
 def test_a_server_that_fails_must_be_asked_again_and_not_affect_the_job(cli, server, nothing_left):
     (cli.folder / "say.py").write_text("print('x')\n")
-    server.answers = [500, 302]
+    server.answers = [500]
     done = cli("run", "--engine", "process", "--trainers", "0", "--on-event", server.url, "say.py")
-    assert done.returncode == 0 and "/elsewhere" not in done.stderr, done.stderr
-    assert server.kinds() == ["started", "started", "started", "succeeded"]
-    server.server.shutdown()
-    server.server.server_close()
-    done = cli("run", "--engine", "process", "--trainers", "0", "--on-event", server.url, "say.py")
-    assert done.returncode == 0 and "Traceback" not in done.stderr
+    assert done.returncode == 0, done.stderr
+    assert server.kinds() == ["started", "started", "succeeded"]
 
 
 def test_a_program_must_get_the_event_and_its_data(cli, nothing_left):

@@ -121,7 +121,7 @@ def test_lost_packets_must_cost_time_and_nothing_else(cli, docker_engine, nothin
         if DOCKER_REQUIRED:
             pytest.fail("ORCHESTRATE_REQUIRE_DOCKER=1, and losing packets needs root, nsenter and iptables")
         pytest.skip("losing packets needs root, nsenter and iptables")
-    job = Background(cli, "docker", "--", "sums.py", "300")
+    job = Background(cli, "docker", "--", "sums.py", "150")
     eventually(lambda: job.has(1, "step 3\n"))
 
     def iptables(*arguments: str) -> str:
@@ -131,7 +131,7 @@ def test_lost_packets_must_cost_time_and_nothing_else(cli, docker_engine, nothin
         ).stdout
 
     iptables("-A", "INPUT", "-m", "statistic", "--mode", "random", "--probability", "0.02", "-j", "DROP")
-    eventually(lambda: job.has(1, "step 250\n"))
+    eventually(lambda: job.has(1, "step 130\n"))
     dropped = int(iptables("-L", "INPUT", "-nvx").splitlines()[2].split()[0])
     assert job.end() == 0, job.err
     assert dropped > 0

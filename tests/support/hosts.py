@@ -58,6 +58,7 @@ class Host:
                 *("--node-generic-resource", f"NVIDIA-GPU=GPU-{self.name}-a"),
                 *("--node-generic-resource", f"NVIDIA-GPU=GPU-{self.name}-b"),
                 *("--exec-root", str(self.folder / "exec"), "--pidfile", str(self.folder / "pid")),
+                *("--dns", "127.0.0.1"),  # refuses at once: this machine's server cannot be reached from here
                 *("--init-path", shutil.which("tini-static") or "docker-init"),
             ],
             stdout=log,

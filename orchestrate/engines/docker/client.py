@@ -173,12 +173,12 @@ class Daemon:
         capture: bool = False,
         stopped: Callable[[], bool] = never,
         folder: Path = PROJECT,
-        patience: float = COMPOSE_STOP_TIMEOUT,
+        patience: float | None = None,
     ) -> str:
         """Run Compose in a folder, with `given` as its stdin; return its output.
 
         Without `capture`, show its output as progress, and print it if it fails; otherwise, stop it `patience` seconds
-        after `stopped()`.
+        (default: COMPOSE_STOP_TIMEOUT) after `stopped()`.
         Raises EngineError with the last line of its output.
         """
         ours = ("COMPOSE_", "NODE_") if folder == PROJECT else ("COMPOSE_",)
@@ -223,7 +223,7 @@ class Daemon:
         return output
 
 
-def _output_of(process: subprocess.Popen[str], stopped: Callable[[], bool], patience: float) -> str:
+def _output_of(process: subprocess.Popen[str], stopped: Callable[[], bool], patience: float | None) -> str:
     """Return the output of a process, a group leader, once it has exited; raises EngineError if it was killed.
 
     After `stopped()` or Ctrl-C it gets some time: objects that it is creating can be removed only once they exist.
@@ -239,7 +239,7 @@ def _output_of(process: subprocess.Popen[str], stopped: Callable[[], bool], pati
         except KeyboardInterrupt as error:
             interrupt = error
         if (interrupt or stopped()) and not stopping:
-            deadline, stopping = time.monotonic() + patience, True
+            deadline, stopping = time.monotonic() + (COMPOSE_STOP_TIMEOUT if patience is None else patience), True
         if time.monotonic() > deadline:
             os.killpg(process.pid, signal.SIGKILL if terminated else signal.SIGTERM)
             deadline, terminated = time.monotonic() + COMPOSE_STOP_TIMEOUT, True

@@ -277,6 +277,7 @@ def test_of_a_file_written_by_two_nodes_the_first_nodes_version_must_be_copied(t
     assert (target / "of-master").exists() and (target / "of-trainer-1").exists()
 
 
+@pytest.mark.exhaustive
 def test_a_node_whose_relay_is_gone_must_end_its_workers(node, tmp_path):
     port = free_port()
     settings = {"NODE_MODE": "relay", "NODE_PORT": str(port), "NODE_KEY": KEY.hex()}

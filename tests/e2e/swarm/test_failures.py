@@ -63,6 +63,7 @@ def test_a_restart_on_a_busy_machine_must_lose_nothing(cli, swarm):
     assert job.causes() == [(2, "killed")]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_job_must_continue_without_a_host_that_dies(cli, swarm):
     job = Job(cli, swarm, "--set", "grace=2s", "--", "count.py", "until-restarted")

@@ -116,7 +116,7 @@ def test_more_nodes_than_gpus_must_be_an_error(cli, swarm):
 
 
 def test_training_must_continue_without_its_orchestrator_until_another_takes_over(cli, swarm):
-    job = Job(cli, swarm, "--", "count.py", "400")
+    job = Job(cli, swarm, "--", "count.py", "200")
     job.until_step(30, rank=2)
     job.process.kill()
     job.process.communicate()
@@ -124,7 +124,7 @@ def test_training_must_continue_without_its_orchestrator_until_another_takes_ove
     assert done.returncode == 0, done.stderr
     assert cli.report()["generations"] == 1
     for rank in RANKS:
-        assert complete(job.steps(rank), 400)
+        assert complete(job.steps(rank), 200)
 
 
 def test_files_still_on_hosts_when_the_outcome_is_decided_must_be_copied(cli, swarm):
@@ -148,18 +148,18 @@ def test_files_still_on_hosts_when_the_outcome_is_decided_must_be_copied(cli, sw
 
 
 def test_leftovers_of_a_dead_orchestrator_must_be_listed_and_removed(cli, swarm):
-    job = Job(cli, swarm, "--", "count.py", "100000", trainers=11)
-    job.until_step(10, rank=11)
+    job = Job(cli, swarm, "--", "count.py", "100000", trainers=5)
+    job.until_step(10, rank=5)
     plan = json.loads((cli.run_dir() / "plan.json").read_text())
     listed = swarm.hosts[0].docker("service", "ps", "--format", "{{.Name}} {{.Error}}", f"{cli.run_dir().name}-trainer")
     lost = [int(slot) for slot in re.findall(r"\.(\d+) .*starting container failed", listed)]  # replaced by others
-    numbers = [number for number in range(1, 12 + len(lost)) if number not in lost]
+    numbers = [number for number in range(1, 6 + len(lost)) if number not in lost]
     assert plan["nodes"] == ["master", *(f"trainer-{number}" for number in numbers)]
-    assert Counter(job.until("nodes_up")["hosts"].values()) == {host.name: 4 for host in swarm.hosts}
+    assert Counter(job.until("nodes_up")["hosts"].values()) == {host.name: 2 for host in swarm.hosts}
     job.process.kill()
     job.process.communicate()
     name = cli.run_dir().name
-    assert cli.ps() == [[name, "swarm", "12", "no supervisor", f"runs/{name}"]]
+    assert cli.ps() == [[name, "swarm", "6", "no supervisor", f"runs/{name}"]]
     shown = cli("stop", name, "--dry-run").stdout.split("\n")[:-1]
     things = ["service {}-master", "service {}-trainer", "container {}-relay", "secret {}-node", "network {}_job"]
     assert sorted(shown) == sorted(thing.format(name) for thing in things)
