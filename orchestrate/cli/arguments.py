@@ -16,8 +16,8 @@ from orchestrate.job.inputs import OF_SHELL
 from orchestrate.job.strict_yaml import shown
 
 
-def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str] | None]:
-    """Parse the command line into our arguments and the job's own command, None if there is none. Raises UsageError.
+def parse(argv: list[str]) -> argparse.Namespace:
+    """Parse the command line; `script` is the job's own command, None if there is none. Raises UsageError.
 
     The job's command starts after `--`, at `-m`, or at the first word that is neither an option nor a job file.
     """
@@ -32,8 +32,9 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str] | None]:
     if about.plans or about.script:
         split = _command_start(argv, split, top.subparser(argv[0]).switches())
     words, rest = argv[:split], argv[split:]
-    args = top.parse_args(words or ["--help"])
-    return args, (rest[1:] if rest[:1] == ["--"] else rest) if split < len(argv) else None
+    script = (rest[1:] if rest[0] == "--" else rest) if rest else None
+    parsed: argparse.Namespace = top.parse_args(words or ["--help"], argparse.Namespace(script=script))
+    return parsed
 
 
 def _command_start(argv: list[str], end: int, switches: set[str]) -> int:

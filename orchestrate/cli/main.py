@@ -57,8 +57,8 @@ def _run_guarded(argv: list[str], clock: Clock) -> int:
 
 
 def _command(argv: list[str], clock: Clock) -> int:
-    args, script = parse(argv)
-    args.script, args.clock = script, clock
+    args = parse(argv)
+    args.clock = clock
     with log_file.shown("debug" if args.verbose else os.environ.get("LOGLEVEL", "")):
         return _dispatch(args)
 

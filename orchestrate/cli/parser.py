@@ -37,7 +37,8 @@ class Parser(argparse.ArgumentParser):
             known = re.findall(r"[\w-]+", match[2])
             kind = "target" if known == [*EXPORTS] else "command"
             script = kind == "command" and match[1].endswith((".py", ".sh"))
-            hint = f"{self.prog} run {match[1]}" if script else suggestion(match[1], known, self.prog)
+            hint = f"{self.prog} run {match[1]}" if script else closest(match[1], known)
+            hint = hint or (f"one of {', '.join(known)}" if kind == "target" else f"{self.prog} --help")
             raise UsageError(f"unknown {kind} {shown(match[1])}", hint)
         raise UsageError(message, f"{self.prog} --help")
 
@@ -47,15 +48,8 @@ class Parser(argparse.ArgumentParser):
         if unknown:
             command = self.subparser(parsed.command)
             command = command.subparser(parsed.target) if parsed.command == "export" else command
-            flag = unknown[0].partition("=")[0]
-            kind = "unknown option" if flag.startswith("-") else "unexpected argument"
-            key = flag.lstrip("-").replace("-", "_")
-            hint = f"use --set {key}=VALUE" if key in FIELDS else suggestion(flag, command.flags(), command.prog)
-            of_file = str(getattr(parsed, "file", "")).endswith(JOB_FILES)
-            if of_file and flag.startswith("--") and not hint.startswith(("use", "did you mean")):
-                value = unknown[0].partition("=")[2] or (unknown[1] if len(unknown) > 1 else "true")
-                hint = f"for an option of the script: --set hyperparameters.{flag[2:]}={shlex.quote(value)}"
-            raise UsageError(f"{parsed.command}: {kind} {shown(unknown[0])}", hint)
+            kind = "unknown option" if unknown[0].startswith("-") else "unexpected argument"
+            raise UsageError(f"{parsed.command}: {kind} {shown(unknown[0])}", _what_to_do(unknown, parsed, command))
         return parsed
 
     def _print_message(self, message: str, file: Any = None) -> None:
@@ -78,9 +72,24 @@ class Parser(argparse.ArgumentParser):
         return parser
 
 
-def suggestion(word: str, known: list[str], prog: str) -> str:
-    """Return a hint for a misspelled word: the known one that is most similar, or the help of `prog`."""
+def _what_to_do(unknown: list[str], parsed: argparse.Namespace, command: Parser) -> str:
+    """Return a hint for the first of the arguments that `command` does not know; others may be its value."""
+    flag, _, value = unknown[0].partition("=")
+    key = flag.lstrip("-").replace("-", "_")
+    if key in FIELDS:
+        return f"use --set {key}=VALUE"
+    if similar := closest(flag, command.flags()):
+        return similar
+    if flag.startswith("-") and parsed.script:
+        return f"options of the script come after it: {parsed.script[0]} {flag}"
+    if flag.startswith("--") and str(getattr(parsed, "file", "")).endswith(JOB_FILES):
+        value = value or (unknown[1] if len(unknown) > 1 else "true")
+        return f"for an option of the script: --set hyperparameters.{flag[2:]}={shlex.quote(value)}"
+    return f"{command.prog} --help"
+
+
+def closest(word: str, known: list[str]) -> str:
+    """Return a hint with the known word that is most similar to a misspelled one; "" if none is."""
     names = {name.lstrip("-"): name for name in known}
     matches = difflib.get_close_matches(word.lstrip("-"), names, n=1, cutoff=0.65)
-    fallback = f"one of {', '.join(known)}" if known == [*EXPORTS] else f"{prog} --help"
-    return f"did you mean {names[matches[0]]}?" if matches else fallback
+    return f"did you mean {names[matches[0]]}?" if matches else ""

@@ -79,11 +79,12 @@ class ProcessEngine:
             venv.create(spec.pip)
 
     def inventory(self, spec: JobSpec, run: Path, run_image: bool) -> tuple[Inventory, Placement]:
-        """Return the resources of this machine; raises ResourceError if torch is missing and the app needs it."""
+        """Return the resources of this machine; raises ResourceError if a package that the app needs is missing."""
         code = code_folder(spec.command)
-        if code == PROJECT and importlib.util.find_spec("torch") is None:
-            hint = "pip install torch torchvision, or start Docker"
-            raise ResourceError(f"torch is not installed in {sys.executable}", hint)
+        missing = [name for name in ("torch", "safetensors") if code == PROJECT and not importlib.util.find_spec(name)]
+        if missing:
+            hint = "pip install torch torchvision safetensors, or start Docker"
+            raise ResourceError(f"{missing[0]} is not installed in {sys.executable}", hint)
         modules = preload(spec, code)
         offered = _offer(spec)
         if offered.gpus and may_use_torch(spec, modules) and (why := check_cache.gpu_problem(offered.gpus)):

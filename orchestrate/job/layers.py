@@ -93,7 +93,8 @@ def _parsed(layers: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
             key, value = (name, {entry: value}) if single else (key, value)
             if key not in FIELDS:
                 near = difflib.get_close_matches(key, FIELDS, n=1, cutoff=0.7)
-                hint = f"did you mean {near[0]}?" if near else f"the keys are {', '.join(FIELDS)}"
+                others = f"hyperparameters.{key} for an option of the script; otherwise one of {', '.join(FIELDS)}"
+                hint = f"did you mean {near[0]}?" if near else others
                 raise UsageError(f"unknown key {shown(key)}", hint)
             try:
                 parsed = FIELDS[key].metadata["kind"].parse(_decoded(value))

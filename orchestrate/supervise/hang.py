@@ -87,5 +87,5 @@ def late(states: Mapping[int, str], stands: Mapping[int, Position | None]) -> tu
 def _others(stands: Mapping[int, Position | None], rank: int) -> str:
     places = Counter(stand.where for other, stand in stands.items() if stand and other != rank)
     return "".join(
-        f"; {count} {'others wait' if count > 1 else 'waits'} at {at}" for at, count in places.most_common(2)
+        f"; {count} {'others wait' if count > 1 else 'other waits'} at {at}" for at, count in places.most_common(2)
     )

@@ -115,8 +115,10 @@ def _start(chdir: str, top: Path) -> Path:
 
 
 def _check_program(spec: JobSpec, here: Path) -> None:
-    """Raise UsageError for a shell with a script that does not exist."""
+    """Raise UsageError for a shell with a script that does not exist, and for a script without its suffix."""
     shell, *words = spec.command
+    if (here / f"{shell}.py").is_file() and not shutil.which(shell):
+        raise UsageError(f"the script {shell} does not exist", f"did you mean {shell}.py?")
     if Path(shell).name in SHELLS and words and not words[0].startswith(("-", "/")) and not (here / words[0]).exists():
         raise UsageError(f"the script {words[0]} does not exist", f"paths are relative to {here}")
 

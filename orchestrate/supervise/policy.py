@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -48,7 +49,8 @@ def decide(spec: JobSpec, history: Sequence[GenerationResult], search: Search) -
     last = history[-1]
     last_action = action(spec.rules, last, search)
     if last_action == "fail":
-        return Decision(False, "this kind of failure is not retried")
+        retried = action(spec.rules, dataclasses.replace(last, progress=True), search) != "fail"
+        return Decision(False, "this kind of failure is not retried" + " without progress" * retried)
     failures = [ended for ended in history if ended.cause]
     relevant = [ended for ended in failures if ended.cause and ended.cause.cause not in NOT_THE_JOB]
     if len(relevant) > 1 and all(

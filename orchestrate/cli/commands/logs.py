@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     if args.follow and not store.ended(paths):
         waiting.unsupervised(paths)
     elif all(follower.silent for follower in followers):
-        print_message(f"no output of {'any rank' if args.rank is None else f'rank {args.rank}'}")
+        print_message(f"no output of {f'rank {args.ranks}' if args.ranks else 'any rank'}")
     return errors.SUCCEEDED
 
 

@@ -33,23 +33,21 @@ MODULE = ("-m", "a.b", "--lr", "0.1")
 )
 def test_the_jobs_command_must_begin_where_our_options_end(monkeypatch, arguments, own):
     monkeypatch.setenv("A", "b")
-    args, found = parse(arguments.split())
-    assert found == SCRIPT
-    assert vars(args) == vars(parse(own.split())[0])
+    assert vars(parse(arguments.split())) == vars(parse(own.split())) | {"script": SCRIPT}
 
 
 @pytest.mark.parametrize("arguments", ["-m a.b --lr 0.1", "--gpus none -m a.b --lr 0.1", "-- -m a.b --lr 0.1"])
 def test_a_module_must_not_need_dashes_before_it(arguments):
-    assert parse(["run", *arguments.split()])[1] == [*MODULE]
+    assert parse(["run", *arguments.split()]).script == [*MODULE]
 
 
 @pytest.mark.parametrize("arguments", ["run", "run job.yaml", "run --trainers 2", "logs a", "ps"])
 def test_a_missing_command_must_be_none(arguments):
-    assert parse(arguments.split())[1] is None
+    assert parse(arguments.split()).script is None
 
 
 def test_dashes_in_the_jobs_command_must_be_passed_through():
-    assert parse(["run", "bash", "go.sh", "--", "--dry-run"])[1] == ["bash", "go.sh", "--", "--dry-run"]
+    assert parse(["run", "bash", "go.sh", "--", "--dry-run"]).script == ["bash", "go.sh", "--", "--dry-run"]
 
 
 @pytest.mark.parametrize(
@@ -174,6 +172,7 @@ def test_a_variable_must_come_from_the_flag_or_from_the_shell(do, monkeypatch):
         assert do("plan", "--data", data)[2] == [f"error: --data '{data}': missing =", "hint: use --data NAME=DIR"]
 
 
+AFTER_SCRIPT = "options of the script come after it"
 OF_SCRIPT = "for an option of the script: --set hyperparameters."
 
 
@@ -189,7 +188,9 @@ OF_SCRIPT = "for an option of the script: --set hyperparameters."
         ("run job.yaml --lr 0.1", "run: unknown option '--lr'", f"{OF_SCRIPT}lr=0.1"),
         ("run job.yaml --lr=0.1", "run: unknown option '--lr=0.1'", f"{OF_SCRIPT}lr=0.1"),
         ("run job.yaml --trainer 2", "run: unknown option '--trainer'", "did you mean --trainers?"),
-        ("run --grace-period 3 x.py", "run: unknown option '--grace-period'", "python -m orchestrate run --help"),
+        ("run --grace-period 3", "run: unknown option '--grace-period'", "python -m orchestrate run --help"),
+        ("run --epochs 3 x.py a", "run: unknown option '--epochs'", f"{AFTER_SCRIPT}: x.py --epochs"),
+        ("run --trainer 3 x.py", "run: unknown option '--trainer'", "did you mean --trainers?"),
         ("run --grace=3 x.py", "run: unknown option '--grace=3'", "use --set grace=VALUE"),
         ("run --detatch train.py", "run: unknown option '--detatch'", "did you mean --detach?"),
         ("run --max-restart=2", "run: unknown option '--max-restart=2'", "did you mean --max-restarts?"),
@@ -275,6 +276,7 @@ def test_a_program_must_be_found_in_the_folder_or_left_to_the_image(here, argume
         ("notes.txt", "neither a .py file nor executable", "-- python notes.txt"),
         ("plain.sh", "neither a .py file nor executable", "-- bash plain.sh"),
         ("./none", "does not exist", "paths are relative to"),
+        ("notes --lr 1", "the script notes does not exist", "did you mean notes.py?"),
         ("./folder", "is a folder", "-- -m folder.MODULE"),
         ("bash none.sh a", "the script none.sh does not exist", "paths are relative to"),
         ("/bin/zsh none.sh", "the script none.sh does not exist", "paths are relative to"),
@@ -313,7 +315,5 @@ def test_packages_of_a_file_and_of_options_must_all_be_installed(tmp_path, monke
     monkeypatch.chdir(tmp_path)
     (tmp_path / "packages.txt").write_text("one\n")
     (tmp_path / "x.py").touch()
-    args, script = parse(["plan", "--requirements", "packages.txt", "--pip", "two", "x.py"])
-    args.script = script
-    spec = spec_of(args)
+    spec = spec_of(parse(["plan", "--requirements", "packages.txt", "--pip", "two", "x.py"]))
     assert (spec.requirements, spec.pip) == ("", ["one", "two"])

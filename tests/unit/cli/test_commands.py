@@ -176,6 +176,7 @@ def test_logs_must_show_what_was_written_just_before_the_end(do, paths, monkeypa
 def test_logs_of_a_rank_without_output_must_say_so(do, paths):
     end(paths)
     assert do("logs", "a-1", "--rank", "0") == (0, [], ["no output of rank 0"])
+    assert do("logs", "a-1", "--ranks", "0-1") == (0, [], ["no output of rank 0-1"])
     assert do("logs", "a-1") == (0, [], ["no output of any rank"])
     paths.log(0).write_text("of a single line without a newline")
     assert do("logs", "a-1", "--rank", "0") == (0, ["of a single line without a newline"], [])

@@ -33,7 +33,7 @@ from orchestrate.view.screen import Screen
 
 @pytest.mark.parametrize("options", [["--quiet"], ["--progress", "quiet"]])
 def test_warnings_errors_and_hints_must_be_shown_with_quiet_too(paths, capsys, options):
-    args, _ = parse(["attach", "a-1", *options])
+    args = parse(["attach", "a-1", *options])
     with watch.shown(args, store.load(paths)[1], paths) as shown:
         for text in ("warning: a", "restarting", "error: b", "hint: c"):
             shown.message(text)
@@ -45,7 +45,7 @@ def test_warnings_errors_and_hints_must_be_shown_with_quiet_too(paths, capsys, o
 def test_the_view_on_a_terminal_must_be_the_requested_one(paths, monkeypatch, progress, kind):
     monkeypatch.setenv("TERM", "xterm")
     leader, follower = pty.openpty()
-    args, _ = parse(["attach", "a-1", "--progress", progress])
+    args = parse(["attach", "a-1", "--progress", progress])
     with os.fdopen(follower, "w") as tty, contextlib.redirect_stdout(tty), contextlib.redirect_stderr(tty):
         with watch.shown(args, store.load(paths)[1], paths) as shown:
             assert type(shown.screen) is kind and shown.style.colors

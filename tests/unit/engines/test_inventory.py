@@ -340,6 +340,9 @@ def test_the_inventory_must_describe_this_machine(tmp_path, monkeypatch):
     with pytest.raises(ResourceError, match="torch is not installed in .*python") as error:
         engine.inventory(JobSpec(), tmp_path / "run", False)
     assert sys.executable in str(error.value) and "pip install torch" in error.value.hint
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "torch" or None)
+    with pytest.raises(ResourceError, match="safetensors is not installed in .*python"):
+        engine.inventory(JobSpec(), tmp_path / "run", False)
 
 
 @pytest.mark.parametrize("key", OF_CONTAINERS)

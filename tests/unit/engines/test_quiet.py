@@ -2,10 +2,36 @@
 
 import io
 
-from orchestrate.engines.quiet import SHOWN_LINES, follow
+import pytest
+
+from orchestrate.engines.quiet import SHOWN_LINES, essence, follow
 
 
 def test_the_last_lines_of_a_build_must_be_kept_without_internal_steps_and_shown_without_numbers(capsys):
     lines = ["#5 [internal] load metadata", "", *(f"#6 0.{number} step {number}" for number in range(60))]
     assert [*follow(io.StringIO("\n".join(lines)))] == lines[-SHOWN_LINES:] and SHOWN_LINES == 50
     assert [*follow(io.StringIO("\n".join(lines[:3])))] == lines[2:3]
+
+
+BUILD = """#5 [1/2] FROM docker.io/library/a
+#6 [2/2] RUN install x
+#6 0.512 step one
+#6 0.930 ERROR: no x
+#6 ERROR: process "/bin/sh -c install x" did not complete successfully: exit code: 1
+------
+ > [2/2] RUN install x:
+0.512 step one
+0.930 ERROR: no x
+------
+failed to solve: process "/bin/sh -c install x" did not complete successfully: exit code: 1"""
+
+
+def test_of_a_failed_build_only_the_step_that_failed_must_be_printed():
+    assert essence(BUILD) == "step one\nERROR: no x"
+
+
+@pytest.mark.parametrize(
+    "output", ["ERROR: no x", "one\n------\ntwo", BUILD.replace("0.512 step one\n0.930 ERROR: no x\n", "")]
+)
+def test_output_of_anything_else_must_be_printed_as_it_is(output):
+    assert essence(output) == output

@@ -152,7 +152,7 @@ def test_paths_must_mean_the_same_in_any_folder_and_urls_must_stay(tmp_path, mon
 
 
 def test_data_of_the_command_line_must_be_added_to_that_of_the_job_file():
-    options = flags(parse(["run", "--data", "b=z"])[0])
+    options = flags(parse(["run", "--data", "b=z"]))
     assert resolve({"data": {"a": "x", "b": "y"}}, options).data == {
         "a": "x",
         "b": "z",

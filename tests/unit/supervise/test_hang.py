@@ -95,7 +95,7 @@ BUSY = Position("t.py:1 in load", "read", False)
     [
         ("SSTS", {0: WAITING, 1: WAITING, 3: BUSY}, 2, "is stopped (SIGSTOP); 2 others wait at t.py:9 in all_reduce"),
         ("STST", {0: WAITING}, 1, "is stopped (SIGSTOP)"),
-        ("SStS", {0: WAITING, 1: BUSY}, 2, "is stopped by a debugger; 1 waits at t.py:9"),
+        ("SStS", {0: WAITING, 1: BUSY}, 2, "is stopped by a debugger; 1 other waits at t.py:9"),
         ("SDSS", {0: WAITING, 1: WAITING, 2: BUSY}, 2, "never arrived: it is at t.py:1 in load; 2 others wait"),
         ("SSSS", {0: WAITING, 2: BUSY, 1: BUSY, 3: WAITING}, 1, "never arrived: it is at t.py:1 in load; 2 others"),
         ("SSSS", {0: WAITING, 1: WAITING, 3: WAITING}, 2, "never arrived: it does not respond and printed no stack"),
@@ -109,7 +109,7 @@ BUSY = Position("t.py:1 in load", "read", False)
             2,
             "is not where the others are, but at t.py:4 in barrier; 3 others wait at t.py:9 in all_reduce",
         ),
-        ("SS", {0: WAITING, 1: ELSEWHERE}, 0, "is not where the others are, but at t.py:9 in all_reduce; 1 waits at"),
+        ("SS", {0: WAITING, 1: ELSEWHERE}, 0, "is not where the others are, but at t.py:9 in all_reduce; 1 other"),
         ("SSSS", {}, 0, "is idle and printed no stack"),
         ("DSSS", {}, 0, "waits for disk"),
         ("", {}, 0, "is idle"),
@@ -126,7 +126,7 @@ def test_the_two_locations_where_most_others_wait_must_be_named():
     _, what = late(dict.fromkeys(locations, "S"), locations)
     assert what.endswith("; 2 others wait at t.py:9 in all_reduce; 2 others wait at t.py:4 in barrier")
     _, what = late({0: "S", 1: "S"}, {0: WAITING, 1: BUSY})
-    assert what == "never arrived: it is at t.py:1 in load; 1 waits at t.py:9 in all_reduce"
+    assert what == "never arrived: it is at t.py:1 in load; 1 other waits at t.py:9 in all_reduce"
 
 
 SPEC = JobSpec(trainers=2, grace=0.01, hang_after=10.0)

@@ -138,8 +138,9 @@ def test_a_user_rule_must_override_the_default_rules():
 
 @pytest.mark.parametrize("cause", ["no such file", "not writable", "no GPUs"])
 def test_a_recurring_failure_must_be_retried_only_after_progress(cause):
-    assert not decide(JobSpec(), [failure(0, cause, progress=False)]).restart
     assert decide(JobSpec(), [failure(0, cause)]).restart
+    why = "this kind of failure is not retried without progress"
+    assert decide(JobSpec(), [failure(0, cause), failure(1, cause, progress=False)]) == Decision(False, why)
 
 
 def test_the_default_rules_must_be_valid_user_rules():
