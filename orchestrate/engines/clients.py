@@ -70,7 +70,7 @@ class NodeClients:
         self.connections: dict[str, NodeConnection] = {}  # by node
         self.generation = -1
         self.running: dict[int, str] = {}  # rank: node, for workers that have not ended
-        self.queued: list[WorkerPlan] = []  # workers to start once rank 0 has started
+        self.queued: list[WorkerPlan] = []  # workers to start once they can connect to torch's store
         self.command: tuple[str, ...] = ()
         self.pids: dict[int, int] = {}  # by rank, in the PID namespace of the node
         self.exit_hints: dict[int, str] = {}  # by rank, the node's hint on the exit code, such as oom or ending
@@ -87,9 +87,9 @@ class NodeClients:
     # --- workers
 
     def start(self, plan: Plan) -> None:
-        """Start rank 0, and the other workers once it has started.
+        """Start rank 0, and the other workers once its node listens for torch's store, or rank 0 has started.
 
-        Rank 0 opens torch's store; a worker that cannot connect to it retries only after half a second.
+        A worker that cannot connect to the store retries only after half a second.
         """
         self._reset(plan)
         self.connect(dict.fromkeys(worker.node for worker in plan.workers))
@@ -312,8 +312,14 @@ class NodeClients:
                 self.warn(f"{node} refused a request: {protocol.reason(report.error)}")
             for rank in [rank for rank in self.on(node) if rank not in self.pids]:
                 self._record_exit(rank, FAILED_TO_START, self.clock.time(), asked=False)
-        elif not isinstance(report, protocol.Started | protocol.Ended) or report.generation != self.generation:
+        elif (
+            not isinstance(report, protocol.Started | protocol.Listening | protocol.Ended)
+            or report.generation != self.generation
+        ):
             return  # from an earlier generation
+        elif isinstance(report, protocol.Listening):
+            if self.running.get(0) == node:
+                self._start_queued()
         elif self.running.get(report.rank) != node:
             return  # its exit was recorded already, or it belongs to another node
         elif isinstance(report, protocol.Started):

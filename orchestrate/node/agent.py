@@ -59,6 +59,7 @@ class Agent:
         self.bound: dict[str, tuple[os.stat_result, int, Listener]] = {}
         self.limits_and_priority = limits_and_priority(os.getpid())
         self.idle_since = time.monotonic() + FIRST_JOB
+        loop.on_store = lambda: self.report(protocol.Listening(self.generation))
         self.prepared = False  # whether the command of `before` has succeeded for this job
         self.next: tuple[protocol.Start, Env] | None = None  # the last request while that command was running
 
@@ -155,8 +156,8 @@ class Agent:
         self.hint = "cut off"
         kill(self.loop.workers, signal.SIGKILL)
 
-    def report(self, report: protocol.Started | protocol.Ended) -> None:
-        """Send a report about a worker to all clients."""
+    def report(self, report: protocol.Started | protocol.Listening | protocol.Ended) -> None:
+        """Send a report about a worker, or torch's store, to all clients."""
         for channel in list(self.channels):
             channel.send(report)
 

@@ -46,6 +46,7 @@ class Loop:
         self.grace = seconds(os.environ, "NODE_GRACE", 30)  # between SIGTERM and SIGKILL
         self.ending = False  # the node has been asked to end, and starts no more workers
         self.on_end: Callable[[], None] = lambda: None  # called when `ending` becomes true
+        self.on_store: Callable[[], None] = lambda: None  # called when workers can connect to the store
         writer, reader = socket.socketpair()
         for end in (writer, reader):
             end.setblocking(False)
@@ -119,15 +120,19 @@ class Loop:
     def _open_store(self, first: Worker) -> None:
         self.close_store()
         try:
-            self.store = store = Store(first.env)
+            self.store = Store(first.env)
         except OSError as error:
             return first.failed_to_start(error)
+        self.on_store()
 
+    def _watch_store(self, store: Store) -> None:
         def host() -> None:
             self.forget(store.server)
             store.host(self.zygote)
 
-        self.watch(store.server, host)
+        if store.server.fileno() >= 0:  # no worker has connected
+            self.forget(store.server)
+            self.watch(store.server, host)
 
     def close_store(self) -> None:
         """End torch's store of an older generation, if there is one."""
@@ -162,6 +167,8 @@ class Loop:
         if not self.held and (self.zygote is None or self.zygote.ready is not None):
             for worker in self.waiting():
                 self._launch(worker)
+            if self.store:
+                self._watch_store(self.store)
 
     def _settled(self, why: str) -> None:
         """The import has finished or failed: start the workers that were waiting for it."""

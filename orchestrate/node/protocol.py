@@ -161,6 +161,12 @@ class Started(NamedTuple):
     pid: Annotated[int, up_to(1 << 31)]
 
 
+class Listening(NamedTuple):
+    """The node listens where workers expect torch's store."""
+
+    generation: Generation
+
+
 class Ended(NamedTuple):
     """A worker has ended."""
 
@@ -251,7 +257,7 @@ class Run(NamedTuple):
 
 
 Request = Start | Stop | Freeze | Dump | Clean | End | GetStatus | Lease | Upload | GetChanges | Read
-Report = Started | Ended | Status | Cleaned | Refusal | Uploaded | Changes | Piece | Failed
+Report = Started | Listening | Ended | Status | Cleaned | Refusal | Uploaded | Changes | Piece | Failed
 REQUESTS: dict[str, type] = {
     "start": Start,
     "stop": Stop,
@@ -267,6 +273,7 @@ REQUESTS: dict[str, type] = {
 }
 REPORTS: dict[str, type] = {
     "started": Started,
+    "listening": Listening,
     "ended": Ended,
     "status": Status,
     "cleaned": Cleaned,

@@ -49,9 +49,24 @@ def test_the_store_must_be_there_until_the_next_generation(agent, port):
     assert agent.log(1) == "value\n"
     assert hosts(agent.node.pid) == [host]
     assert agent.run(1, "print('of the next one')", generation=1) == 0
-    assert not hosts(agent.node.pid)
+    eventually(lambda: not hosts(agent.node.pid))
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port))
+
+
+def test_workers_elsewhere_must_be_able_to_connect_while_modules_are_imported(tmp_path, port):
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "slow.py").write_text("open('fifo').close()\n")
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    node = Waiting(tmp_path, "torch torch.distributed slow", **variables)
+    node.start(0, CLIENT)
+    assert node.pipe.until("listening", generation=0)
+    with socket.create_connection(("127.0.0.1", port)):
+        assert not hosts(node.node.pid) and node.status()["running"]["0"]["pid"] == 0
+        (tmp_path / "fifo").write_text("")
+        assert node.code(0) == 0
+    assert len(hosts(node.node.pid)) == 1 and "interpreter" not in node.out.read_text()
+    node.end()
 
 
 def test_a_job_that_does_not_use_the_store_must_have_no_process_for_it(agent, port):

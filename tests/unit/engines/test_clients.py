@@ -48,6 +48,18 @@ def test_the_other_workers_must_start_once_after_rank_0(nodes):
     assert nodes.pids == {0: 70, 1: 71}
 
 
+def test_the_other_workers_must_start_once_the_node_of_rank_0_listens_for_the_store(nodes):
+    nodes.start(planned())
+    first, *others = nodes.fakes.values()
+    others[0].say("listening", generation=0)
+    first.say("listening", generation=7)
+    assert nodes.wait(1) == [] and [node.asked() for node in others] == [[], []]
+    first.say("listening", generation=0)
+    first.say("started", generation=0, rank=0, pid=70)
+    assert nodes.wait(1) == []
+    assert [asks(node) for node in others] == [["start"], ["start"]]
+
+
 def test_a_worker_whose_node_is_missing_must_be_lost_at_once(nodes):
     nodes.up -= {"node-2"}
     nodes.start(planned())
