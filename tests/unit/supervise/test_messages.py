@@ -55,7 +55,7 @@ def test_other_messages_must_lead_to_their_cause_and_hint(message, kind, hint):
         *(("No module named 'PIL'", "pillow"), ("No module named 'skimage'", "scikit-image")),
         *(("No module named 'sklearn'", "scikit-learn"), ("No module named 'bs4'", "beautifulsoup4")),
         *(("No module named 'dateutil'", "python-dateutil"), ("No module named 'dotenv'", "python-dotenv")),
-        *(("No module named 'yaml'", "pyyaml"), ("Requirement 'scikit-learn>=1' not met", "scikit-learn")),
+        *(("No module named 'yaml'", "pyyaml"), ("Requirement 'scikit-learn>=1' not met", "'scikit-learn>=1'")),
     ],
 )
 def test_the_package_of_a_missing_module_must_be_named(error, package):
