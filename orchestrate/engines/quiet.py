@@ -13,8 +13,7 @@ log = logging.getLogger(__name__)
 
 SHOWN_LINES = 50  # of the output of a command that fails
 INTERNAL = "[internal]"  # steps of BuildKit's own
-STEP = re.compile(r"#\d+ (?:\d+\.\d+ )?")  # BuildKit's number and time of a line
-
+STEP = re.compile(r"(#\d+) (?:\d+\.\d+ )?")  # BuildKit's number of a step, and the time of a line
 RULE = "------"  # around the output of the step that failed, which BuildKit prints again at the end
 UNREACHABLE = re.compile(
     r"[Nn]ame resolution|new connection|[Cc]onnection (?:refused|reset|timed out|broken)|Network is unreachable"
@@ -35,10 +34,13 @@ def essence(output: str) -> str:
 def follow(output: IO[str]) -> deque[str]:
     """Read the output of a command to its end, showing the current line; return the last lines."""
     last: deque[str] = deque(maxlen=SHOWN_LINES)
+    internal: set[str] = set()
     for line in output:
         log.debug("%s", line.rstrip())
-        text = STEP.sub("", line).strip()
-        if text and not text.startswith(INTERNAL):
+        step, text = STEP.match(line), STEP.sub("", line).strip()
+        if step and text.startswith(INTERNAL):
+            internal.add(step[1])
+        if text and not (step and step[1] in internal):
             last.append(line.rstrip())
             progress(text, print_message)
     phase("")

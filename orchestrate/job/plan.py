@@ -21,6 +21,7 @@ from orchestrate.job.values import MAX_TRAINERS, MAX_WORKERS
 from orchestrate.node import checks
 from orchestrate.node.ranks import assign
 
+CROWD = 32  # workers per core
 NODE = re.compile(r"master|trainer-[1-9][0-9]{0,5}")
 
 
@@ -130,6 +131,11 @@ class Plan:
     def world_size(self) -> int:
         """Number of workers."""
         return len(self.workers)
+
+    @property
+    def is_crowded(self) -> bool:
+        """Whether it has so many workers per core that this is likely a mistake."""
+        return self.world_size > CROWD * max(1, len(self.inventory.cores))
 
     @property
     def _is_open(self) -> bool:

@@ -1,6 +1,7 @@
 """What a command line that describes a job is warned about before anything starts."""
 
 import pytest
+from support.plans import HERE
 
 
 @pytest.fixture
@@ -32,3 +33,10 @@ def test_options_after_the_script_must_be_pointed_out(planned, word):
     assert planned("train.py", "--lr", "3", "--node", "--gpus") == []
     for start in (["torchrun"], ["python", "-m", "torch.distributed.run"]):
         assert planned(*start, "--nproc-per-node", "2", "train.py") == []
+
+
+def test_many_workers_on_few_cores_must_be_pointed_out(planned):
+    count = len(HERE.cores)
+    assert planned("--nodes", str(32 * count), "train.py") == []
+    (warning,) = planned("--nodes", str(32 * count + 1), "train.py")
+    assert warning.startswith(f"warning: {32 * count + 1} workers on {count} cores: ")

@@ -28,9 +28,6 @@ def lost(nodes: Nodes) -> list[int]:
     return [end.rank for end in ended]
 
 
-# --- start
-
-
 def test_the_other_workers_must_start_once_after_rank_0(nodes):
     nodes.start(planned(command=("x.py", "-a")))
     first, *others = nodes.fakes.values()
@@ -56,8 +53,7 @@ def test_the_other_workers_must_start_once_the_node_of_rank_0_listens_for_the_st
     assert nodes.wait(1) == [] and [node.asked() for node in others] == [[], []]
     first.say("listening", generation=0)
     first.say("started", generation=0, rank=0, pid=70)
-    assert nodes.wait(1) == []
-    assert [asks(node) for node in others] == [["start"], ["start"]]
+    assert nodes.wait(1) == [] and [asks(node) for node in others] == [["start"], ["start"]]
 
 
 def test_a_worker_whose_node_is_missing_must_be_lost_at_once(nodes):
