@@ -36,6 +36,8 @@ def job_folders(runs: Path) -> list[Path]:
 def find(args: argparse.Namespace, engines: list[Engine]) -> Path:
     """Return the run directory of the job that `args.job` is the name or unique prefix of, running or ended.
 
+    A job that has ended in another folder than `args.runs` is found only by its whole name.
+
     Raises UsageError for one that another user could have created or can change: its content cannot be trusted.
     """
     states = [state for engine in engines for state in engine.jobs() if not state.cluster and state.named]
@@ -46,6 +48,9 @@ def find(args: argparse.Namespace, engines: list[Engine]) -> Path:
     ours = [name for name in matches if name in running or records.find(runs[name])]
     found = [args.job] if args.job in ours else [name for name in ours if name in running] or ours
     found = found or [name for name in matches if name == args.job]  # created on another machine or by another account
+    elsewhere = [] if found else [run for run in records.named(args.job) if not JobPaths(run).nodes.exists()]
+    if len(elsewhere) == 1:
+        runs, found = {args.job: elsewhere[0]}, [args.job]
     folder = runs[found[0]] if found else args.runs / args.job
     if why := owners.foreign(folder):
         raise UsageError(

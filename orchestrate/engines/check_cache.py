@@ -18,7 +18,7 @@ from orchestrate.files.folder import content, write_whole
 from orchestrate.job.gpus import Gpu
 
 FOLDER = "checks"
-AGAIN = " (python -m orchestrate doctor tests that again)"
+AGAIN = "; after python -m orchestrate doctor, the next job tests that again"
 WELL = ("works", "no torch")
 # Why torch cannot use a GPU until the image or the driver changes; others, such as a GPU that is busy, may pass.
 LASTING = re.compile(

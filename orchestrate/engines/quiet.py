@@ -19,7 +19,7 @@ UNREACHABLE = re.compile(
     r"[Nn]ame resolution|new connection|[Cc]onnection (?:refused|reset|timed out|broken)|Network is unreachable"
     r"|CERTIFICATE_VERIFY_FAILED|Read timed out|Max retries exceeded|TLS handshake timeout|no such host"
 )
-NO_NETWORK = "no network: try BUILD_NETWORK=host, and CA_BUNDLE behind a proxy that re-signs TLS (README, The image)"
+NO_NETWORK = "no connection: try BUILD_NETWORK=host, and CA_BUNDLE behind a proxy that re-signs TLS (README, The image)"
 
 
 def essence(output: str) -> str:

@@ -69,6 +69,17 @@ def find(run: Path) -> Record | None:
     return found[1] if found else None
 
 
+def named(name: str) -> list[Path]:
+    """Return the run directories with this name, in any folder, that this account created; reads all records."""
+    found = set()
+    for place in places():
+        with contextlib.suppress(OSError), private.opened(place) as folder:
+            for file in os.listdir(folder):
+                with contextlib.suppress(OSError, ValueError, TypeError):
+                    found.add(Path(_read(file, folder).run))
+    return [run for run in sorted(found) if run.name == name and find(run)]
+
+
 def need(run: Path) -> Record:
     """Return the record of a run directory; raises UsageError if this account did not create it."""
     if record := find(run):

@@ -46,7 +46,8 @@ class Copy:
     owner: tuple[int, int] | None  # user and group ids that the files get; None for those of this process
     stopped: Callable[[], bool] = lambda: False  # whether to stop early
     copied: dict[str, Facts] = field(default_factory=dict)  # the copies, by path
-    unreadable: list[str] = field(default_factory=list)  # paths that nodes cannot read, neither as a copy
+    # Paths that nodes cannot read, neither as a copy; for each, what is closed: folders above it, or itself.
+    unreadable: dict[str, list[str]] = field(default_factory=dict)
     files: int = 0  # copied so far
     bytes: int = 0
     links: int = 0
@@ -160,18 +161,18 @@ class Copy:
     def _refer(self, path: str, name: str, there: int) -> None:
         """Link to an original that workers may need; note whether they cannot read it."""
         self._symlink(f"{self.original}/{path}", name, there)
-        if not self._readable(self.code / path):
-            self.unreadable.append(path)
+        if closed := self._closed(self.code / path):
+            self.unreadable[path] = [os.path.relpath(each, self.code) for each in closed]
 
-    def _readable(self, path: Path) -> bool:
-        """Whether nodes can read an original."""
+    def _closed(self, path: Path) -> list[Path]:
+        """Return what keeps nodes from reading an original: folders above it, or itself."""
         if self.owner is None:
-            return os.access(path, os.R_OK) or not os.path.lexists(path)
-        folders = [folder for folder in path.parents if folder.is_relative_to(self.code)]
+            return [] if os.access(path, os.R_OK) or not os.path.lexists(path) else [path]
+        above = [folder for folder in reversed(path.parents) if folder.is_relative_to(self.code)]
         with contextlib.suppress(FileNotFoundError):  # it has been removed meanwhile
-            entered = all(allows(folder.lstat(), *self.owner, stat.S_IXOTH) for folder in folders)
-            return entered and allows_reading(path.lstat(), *self.owner)
-        return True
+            closed = [folder for folder in above if not allows(folder.lstat(), *self.owner, stat.S_IXOTH)]
+            return closed + [path] * (not allows_reading(path.lstat(), *self.owner))
+        return []
 
     def _symlink(self, target: str, name: str, there: int) -> None:
         with contextlib.suppress(FileExistsError):

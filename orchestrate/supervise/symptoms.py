@@ -257,11 +257,19 @@ IN_ERRORS = [
         local="free disk space",
     ),
     Symptom(
-        r"Read-only file system|Permission denied",
+        r"Read-only file system",
         Reason.NOT_WRITABLE,
         "workers can write to $JOB_DIR, /tmp and the current folder, but not to its files over 64 MiB",
         "OSError: [Errno 30] Read-only file system: 'x'",
         local="workers run as your user, which cannot write there: write to $JOB_DIR",
+    ),
+    Symptom(
+        r"Permission denied",
+        Reason.NOT_WRITABLE,
+        "the user that nodes run as has no right to it: to read it, chmod a+rX, also in a Dockerfile; to write, use "
+        "$JOB_DIR, /tmp or the current folder",
+        "PermissionError: [Errno 13] Permission denied: '/x'",
+        local="your user, as whom workers run, has no right to it",
     ),
     Symptom(
         r"device-side assert triggered",

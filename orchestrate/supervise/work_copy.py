@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import shlex
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -65,8 +65,9 @@ class WorkCopy:
 
 
 def _warning(copy: Copy) -> str:
-    """Name what nodes cannot read."""
-    names, more = ", ".join(copy.unreadable[:NAMED]), len(copy.unreadable) - NAMED
-    user = copy.owner[0] if copy.owner else os.geteuid()
-    why = f"too large to copy, or closed to you, and closed to user {user}, as whom nodes run"
-    return f"workers cannot read {names}{f' and {more} more' * (more > 0)}: {why}; chmod a+rX, or use .dockerignore"
+    """Name what nodes cannot read, and what is closed to them."""
+    names, more = ", ".join([*copy.unreadable][:NAMED]), len(copy.unreadable) - NAMED
+    closed = shlex.join(dict.fromkeys(path for paths in [*copy.unreadable.values()][:NAMED] for path in paths))
+    own = f"too large to copy, and closed to user {copy.owner[0]}, as whom nodes run" if copy.owner else "closed to you"
+    todo = f"chmod {'a' if copy.owner else 'u'}+rX {closed}, or use .dockerignore"
+    return f"workers cannot read {names}{f' and {more} more' * (more > 0)}: {own}; {todo}"

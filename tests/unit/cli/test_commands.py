@@ -78,6 +78,17 @@ def test_a_running_job_must_be_found_from_any_folder(do, engine, tmp_path):
     assert do("logs", "a-1") == (0, ["[0] hello"], [])
 
 
+def test_a_job_that_has_ended_must_be_found_from_any_folder_by_its_whole_name(do, tmp_path):
+    far = create(JobPaths(tmp_path / "far" / "a-1"))
+    far.log(0).write_text("hello\n")
+    create(JobPaths(tmp_path / "far" / "y-1"), cluster="y-1")
+    assert do("logs", "a-1") == (0, ["[0] hello"], [])
+    for name in ("a", "y-1"):
+        assert do("logs", name)[2][0] == f"error: no such job: {name}"
+    create(JobPaths(tmp_path / "further" / "a-1"))
+    assert do("logs", "a-1")[2][0] == "error: no such job: a-1"
+
+
 def test_nodes_that_name_another_run_directory_must_not_lead_to_it(do, engine, tmp_path):
     other = create(JobPaths(tmp_path / "far" / "b-1"))
     engine.states = [runs_elsewhere(other.root, "a-1")]

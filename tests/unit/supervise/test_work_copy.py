@@ -45,13 +45,14 @@ def test_what_was_copied_must_be_known_to_the_next_supervisor(tmp_path, monkeypa
 def test_files_that_workers_cannot_read_must_be_named_before_they_start(tmp_path, monkeypatch):
     class Unreadable(Copy):
         def run(self):
-            self.unreadable += [f"data/{number}.bin" for number in range(5)]
+            self.unreadable = {f"data/{number}.bin": [".", "data"] for number in range(5)}
 
     monkeypatch.setattr("orchestrate.supervise.work_copy.Copy", Unreadable)
     job = Job(tmp_path / "runs")
     assert job.run(RecordingEngine([ALL_WELL]), plan_=copying(tmp_path)).outcome == Outcome.SUCCEEDED
     (warning,) = job.noted("warning_issued")
     assert warning["text"].startswith("workers cannot read data/0.bin, data/1.bin, data/2.bin and 2 more: ")
+    assert "; chmod a+rX . data, or" in warning["text"] or "; chmod u+rX . data, or" in warning["text"]
     assert job.names().index("warning_issued") < job.names().index("generation_starting")
 
 
