@@ -7,7 +7,7 @@ import math
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from orchestrate.errors import ResourceError
@@ -236,7 +236,7 @@ def plan(
         generation=generation,
         command=spec.command_line,
         inventory=inventory,
-        placement=placement,
+        placement=replace(placement, chdir=spec.chdir),
         nodes=nodes,
         nproc_per_node=nproc,
         gpus=offered[: wanted_nodes * nproc],

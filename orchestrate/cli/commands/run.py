@@ -67,7 +67,7 @@ def start(args: argparse.Namespace, dry: bool) -> int:
         stores.prepare(spec)
         engine.prepare(spec, paths.shared)
     inventory, own = engine.inventory(spec, paths.shared, run_image=not dry)
-    own = dataclasses.replace(own, revision=revision(), chdir=spec.chdir)
+    own = dataclasses.replace(own, revision=revision())
     stdin = _read_stdin() if spec.stdin and not dry else None
     placement = _placement(spec, inventory, own, job_id, paths.root.parent, engine)
     if placement is own and not dry:
