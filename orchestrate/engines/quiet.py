@@ -17,9 +17,18 @@ STEP = re.compile(r"(#\d+) (?:\d+\.\d+ )?")  # BuildKit's number of a step, and 
 RULE = "------"  # around the output of the step that failed, which BuildKit prints again at the end
 UNREACHABLE = re.compile(
     r"[Nn]ame resolution|new connection|[Cc]onnection (?:refused|reset|timed out|broken)|Network is unreachable"
-    r"|CERTIFICATE_VERIFY_FAILED|Read timed out|Max retries exceeded|TLS handshake timeout|no such host"
+    r"|Read timed out|Max retries exceeded|TLS handshake timeout|no such host"
 )
-NO_NETWORK = "no connection: try BUILD_NETWORK=host, and CA_BUNDLE behind a proxy that re-signs TLS (README, The image)"
+UNTRUSTED = "CERTIFICATE_VERIFY_FAILED"
+NO_NETWORK = "no connection: try BUILD_NETWORK=host (README, The image)"
+NO_TRUST = (
+    "the server's certificate is not trusted: behind a proxy that re-signs TLS, CA_BUNDLE=FILE (README, The image)"
+)
+
+
+def advice(output: str) -> str:
+    """Return a hint if a command that failed could not connect, or did not trust a server; empty otherwise."""
+    return NO_TRUST if UNTRUSTED in output else NO_NETWORK if UNREACHABLE.search(output) else ""
 
 
 def essence(output: str) -> str:

@@ -70,10 +70,10 @@ def file(path: str, plan: Plan) -> str:
     """Return how workers in containers get a file that a script has not found; empty if that is not known."""
     code = plan.placement.code
     there = os.path.normpath(plan.placement.start / path)
-    folder, script = os.path.split(plan.command[0])
+    folder, command = _in_its_folder(plan.command)
     if folder and os.path.lexists(plan.placement.start / folder / path) and not os.path.isabs(path):
-        chdir = os.path.join(plan.placement.chdir, folder)
-        return f"{path} is there from the folder of the script: --chdir {shlex.quote(chdir)} {shlex.quote(script)}"
+        chdir = shlex.quote(os.path.join(plan.placement.chdir, folder))
+        return f"{path} is there from the folder of the script: --chdir {chdir} {shlex.join(command)}"
     if plan.engine == "process" or not there.startswith("/"):
         return ""
     if os.path.isabs(path):
@@ -88,6 +88,16 @@ def file(path: str, plan: Plan) -> str:
         return ""
     higher = _higher(plan, there)
     return f"{path} is outside of the folder that nodes see: {_data(outside)}{f'; or {higher}' if higher else ''}"
+
+
+def _in_its_folder(command: tuple[str, ...]) -> tuple[str, list[str]]:
+    """Return the folder of a script or module, and the command that starts it there, with arguments that name it."""
+    is_module = command[0] == "-m" and len(command) > 1
+    folder, script = os.path.split(command[1].replace(".", "/") if is_module else command[0])
+    start = ["-m", script] if is_module else [script]
+    named = [word for word in command[1 + is_module :] if word.startswith(f"{folder}/")]
+    rest = [word.removeprefix(f"{folder}/") for word in command[1 + is_module :]] if named else []
+    return folder, start + rest
 
 
 def _higher(plan: Plan, path: str) -> str:

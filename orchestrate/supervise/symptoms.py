@@ -142,6 +142,12 @@ IN_ERRORS = [
         "ModuleNotFoundError: Requirement 'requests>=2' not met. HINT: Try running `pip install -U 'requests>=2'`",
     ),
     Symptom(
+        r"You set `devices=(\d{1,4})` and `num_nodes=(\d{1,4})` in Lightning",
+        Reason.SCRIPT,
+        r"leave out `devices` and `num_nodes` of the Trainer, or start as many workers: --nodes \2 --nproc-per-node \1",
+        "ValueError: You set `devices=2` and `num_nodes=3` in Lightning, but the product (2 * 3) does not match",
+    ),
+    Symptom(
         r"you must call `\.launch\(\)`",
         Reason.SCRIPT,
         "call fabric.launch() before fabric.setup(), or set -e LT_CLI_USED=1, as `fabric run` does",
@@ -311,7 +317,8 @@ IN_ERRORS = [
     Symptom(
         rf"(?m)^{RANK}(?:FileNotFound|NotADirectory)Error: (?:.*: '([^'\n]{{1,300}})'$)?",
         Reason.NO_SUCH_FILE,
-        "nodes see only the folder in which you started the job: use paths relative to it",
+        "nodes see only the folder in which you started the job, without runs, .git and what .dockerignore lists: use "
+        "paths relative to it, or --data NAME=DIR",
         "FileNotFoundError: [Errno 2] No such file or directory: 'a.csv'",
         local="paths are relative to the folder in which you started the job",
         exact=lambda match, plan: missing.file(match[1], plan) if match[1] else "",

@@ -32,7 +32,7 @@ PAIR = re.compile(rf"\b([A-Za-z][\w./@]{{0,40}}) ?[=: ] ?(-?{NUMBER})(?![\w.%])"
 VALUE = re.compile(
     rf"\b(?:(train(?:ing)?|val(?:id(?:ation)?)?|test|eval|learning)[ \t])?([a-z][a-z0-9_./@]{{0,40}})"
     rf"[ \t]{{0,30}}(?:[=:|│┃][ \t]{{0,30}}|(?<=[ \t]))(-?{NUMBER})"
-    rf"(?:/({NUMBER}) ?\( {{0,2}}{NUMBER} ?%\)|%)?(?![\w.])",
+    rf"(?:/({NUMBER}) ?\( {{0,2}}{NUMBER} ?%\)|%)?(?![\w.]|-[a-z])",  # not in `epoch=3-step=40.ckpt`
 )
 WORDS = ("loss", "acc", "lr", "learning", "perplexity", "ppl", "epoch")  # one of them is in each name of NAMES
 SHORT = {"training": "train", "valid": "val", "validation": "val"}

@@ -32,7 +32,7 @@ from orchestrate.console import print_message
 from orchestrate.engines.base import never
 from orchestrate.engines.connection import ANSWER_TIMEOUT, NodeConnection
 from orchestrate.engines.docker.address import address
-from orchestrate.engines.quiet import NO_NETWORK, UNREACHABLE, essence, follow
+from orchestrate.engines.quiet import advice, essence, follow
 from orchestrate.errors import EngineError, EngineLost, ResourceError
 from orchestrate.files.paths import PROJECT
 from orchestrate.job import users
@@ -218,8 +218,7 @@ class Daemon:
                 port = taken[1] or taken[2]
                 hint = f"end the program that uses it, or choose another port: --set ports={int(port) + 1}:THERE"
                 raise EngineError(f"port {port} of this machine is in use", hint)
-            unreachable = NO_NETWORK if UNREACHABLE.search(output) else ""
-            raise EngineError(message, NO_NETWORKS if "address pool" in line else unreachable)
+            raise EngineError(message, NO_NETWORKS if "address pool" in line else advice(output))
         return output
 
 

@@ -4,7 +4,7 @@ import io
 
 import pytest
 
-from orchestrate.engines.quiet import SHOWN_LINES, essence, follow
+from orchestrate.engines.quiet import SHOWN_LINES, advice, essence, follow
 
 
 def test_the_last_lines_of_a_build_must_be_kept_without_internal_steps_and_shown_without_numbers(capsys):
@@ -40,3 +40,16 @@ def test_of_a_failed_build_only_the_step_that_failed_must_be_printed():
 )
 def test_output_of_anything_else_must_be_printed_as_it_is(output):
     assert essence(output) == output
+
+
+@pytest.mark.parametrize(
+    ("output", "hint"),
+    [
+        ("SSLError(SSLCertVerificationError(1, '[SSL: CERTIFICATE_VERIFY_FAILED] x. Max retries exceeded", "CA_BUNDLE"),
+        ("Temporary failure in name resolution", "BUILD_NETWORK=host"),
+        ("ERROR: No matching distribution found for x", ""),
+    ],
+)
+def test_a_server_that_is_not_reached_or_not_trusted_must_be_told_apart(output, hint):
+    assert hint in advice(output) and bool(hint) == bool(advice(output))
+    assert ("CA_BUNDLE" in advice(output)) == (hint == "CA_BUNDLE")

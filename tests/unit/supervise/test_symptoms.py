@@ -166,6 +166,8 @@ def test_a_missing_file_must_be_looked_for_where_it_can_be(tmp_path):
     assert hint("../here.csv", "sub/train.py") == (
         "../here.csv is there from the folder of the script: --chdir sub train.py"
     )
+    assert hint("../here.csv", "sub/train.py --to sub/a b").endswith(": --chdir sub train.py --to a b")
+    assert hint("../here.csv", "-m sub.train b").endswith(": --chdir sub -m train")
     assert hint("../data/x.csv") == (
         "../data/x.csv is outside of the folder that nodes see: --data data=../data makes it available at $DATA_DATA; "
         "or cd .., and run --chdir proj"

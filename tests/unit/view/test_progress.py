@@ -109,6 +109,8 @@ def test_lines_must_be_read(line, expected):
         ("val_loss improved from 0.50 to 0.45", None),
         ("min_lr = 6e-05", None),
         ("resuming from epoch 3", None),
+        ("best logs/version_0/epoch=3-val_loss=0.550.ckpt", None),
+        ("saved job/checkpoints/epoch=3-step=40.ckpt", None),
         ("Train Epoch 3 begins", {"epoch": 3}),
         ("lr_decay_iters=600000", None),
         ("coca_caption_loss_weight: 2.0", None),
