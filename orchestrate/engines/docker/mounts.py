@@ -107,7 +107,8 @@ def hidden(code: Path, runs: Path, command: tuple[str, ...] = (), chdir: str = "
             f".dockerignore excludes more than {MAX_MASKS} files and folders of {code}, which is the limit",
             "exclude their folders instead",
         )
-    found = {*excluded, *jobs, *(name for name in ALWAYS_HIDDEN if _exists(code / name))}
+    always = {os.path.normpath(os.path.join(start, name)) for start in ("", chdir) for name in ALWAYS_HIDDEN}
+    found = {*excluded, *jobs, *(name for name in always if _exists(code / name))}
     masked: list[str] = []
     for name in sorted(found, key=lambda name: name.replace("/", "\0")):  # so that the content of a folder follows it
         if masked and name.startswith(f"{masked[-1]}/"):

@@ -74,6 +74,12 @@ def test_files_that_are_not_code_must_be_hidden(code, ignore, more):
     assert hidden(code, ignore) == {".git/", "runs/"} | more
 
 
+def test_what_is_never_shown_must_also_be_hidden_in_the_folder_in_which_workers_start(code):
+    for name in ("src/runs", "data/runs", "src/.git"):
+        (code / name).mkdir(parents=True)
+    assert mounts_module.hidden(code, code / "runs", ("train.py",), "src") == [".git", "runs", "src/.git", "src/runs"]
+
+
 def test_only_existing_paths_must_be_hidden_but_run_directories_always(code):
     assert hidden(code, runs="src/jobs") == {".git/", "runs/", "src/jobs/"}  # which may be created later
     (code / "src" / "jobs").mkdir()
