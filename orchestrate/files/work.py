@@ -27,6 +27,7 @@ PART = ".orchestrate-part"  # name of a file that is being copied
 COMPILED = "__pycache__"
 NOT_A_FOLDER = (errno.ENOTDIR, errno.ELOOP)
 
+RUN = {"plan.json", "job.yaml", "events.jsonl"}  # by which a run directory is recognized
 Facts: TypeAlias = tuple[int, int]  # size in bytes and modification time in nanoseconds of a file
 
 
@@ -69,6 +70,8 @@ class Copy:
             with contextlib.suppress(OSError):
                 source = stack.enter_context(Folder(self.code.parent, self.code.name).opened(path))
                 entries = _entries(source, MAX_FILES + 1 if path else None)
+            if path and entries and {entry.name for entry in entries} >= RUN:
+                return []  # it has the files of another job, which may be large
             if entries is None or (path and not self._fits(entries)):
                 self._link(path, needed=not (entries and _is_venv(entries)))
                 return []

@@ -139,6 +139,14 @@ def test_what_neither_a_copy_nor_a_link_lets_nodes_read_must_be_named(tree, monk
     assert copy.unreadable == named
 
 
+def test_run_directories_must_be_left_out_wherever_they_are(tree):
+    for name in ("plan.json", "job.yaml", "events.jsonl", "job/work/big"):
+        tree.write(f"old/jobs/a-1/{name}")
+    tree.write("old/plan.json")
+    assert not tree.copy().unreadable
+    assert tree.found() == {"old/plan.json": "old"}
+
+
 COPY = """
 import sys
 from pathlib import Path
