@@ -37,7 +37,6 @@ def find(args: argparse.Namespace, engines: list[Engine]) -> Path:
     """Return the run directory of the job that `args.job` is the name or unique prefix of, running or ended.
 
     A job that has ended in another folder than `args.runs` is found only by its whole name.
-
     Raises UsageError for one that another user could have created or can change: its content cannot be trusted.
     """
     states = [state for engine in engines for state in engine.jobs() if not state.cluster and state.named]

@@ -95,9 +95,9 @@ def _in_its_folder(command: tuple[str, ...]) -> tuple[str, list[str]]:
     is_module = command[0] == "-m" and len(command) > 1
     folder, script = os.path.split(command[1].replace(".", "/") if is_module else command[0])
     start = ["-m", script] if is_module else [script]
-    named = [word for word in command[1 + is_module :] if word.startswith(f"{folder}/")]
-    rest = [word.removeprefix(f"{folder}/") for word in command[1 + is_module :]] if named else []
-    return folder, start + rest
+    arguments = command[1 + is_module :]
+    changed = [word.removeprefix(f"{folder}/") for word in arguments]
+    return folder, start + changed * (changed != [*arguments])
 
 
 def _higher(plan: Plan, path: str) -> str:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from orchestrate.job.outcomes import RULES, GenerationResult, Reason
@@ -49,7 +48,7 @@ def decide(spec: JobSpec, history: Sequence[GenerationResult], search: Search) -
     last = history[-1]
     last_action = action(spec.rules, last, search)
     if last_action == "fail":
-        retried = action(spec.rules, dataclasses.replace(last, progress=True), search) != "fail"
+        retried = action(spec.rules, replace(last, progress=True), search) != "fail"
         return Decision(False, "this kind of failure is not retried" + " without progress" * retried)
     failures = [ended for ended in history if ended.cause]
     relevant = [ended for ended in failures if ended.cause and ended.cause.cause not in NOT_THE_JOB]

@@ -204,7 +204,8 @@ class Daemon:
         start = time.monotonic()
         with process:
             assert process.stdout
-            output = _output_of(process, stopped, patience) if capture else "\n".join(follow(process.stdout))
+            left = COMPOSE_STOP_TIMEOUT if patience is None else patience
+            output = _output_of(process, stopped, left) if capture else "\n".join(follow(process.stdout))
         duration = time.monotonic() - start
         log.debug("docker compose %s: exit code %d in %.2f s", shlex.join(arguments), process.returncode, duration)
         if process.returncode:
@@ -222,7 +223,7 @@ class Daemon:
         return output
 
 
-def _output_of(process: subprocess.Popen[str], stopped: Callable[[], bool], patience: float | None) -> str:
+def _output_of(process: subprocess.Popen[str], stopped: Callable[[], bool], patience: float) -> str:
     """Return the output of a process, a group leader, once it has exited; raises EngineError if it was killed.
 
     After `stopped()` or Ctrl-C it gets some time: objects that it is creating can be removed only once they exist.
@@ -238,7 +239,7 @@ def _output_of(process: subprocess.Popen[str], stopped: Callable[[], bool], pati
         except KeyboardInterrupt as error:
             interrupt = error
         if (interrupt or stopped()) and not stopping:
-            deadline, stopping = time.monotonic() + (COMPOSE_STOP_TIMEOUT if patience is None else patience), True
+            deadline, stopping = time.monotonic() + patience, True
         if time.monotonic() > deadline:
             os.killpg(process.pid, signal.SIGKILL if terminated else signal.SIGTERM)
             deadline, terminated = time.monotonic() + COMPOSE_STOP_TIMEOUT, True
