@@ -137,6 +137,8 @@ def bring_up(engine: Engine, spec: JobSpec, runs: Path, code: Path | None = None
     inventory, own = engine.inventory(spec, paths.nodes, run_image=True)
     placement = dataclasses.replace(own, cluster=name, code=str(code or Path.cwd()), keep=spec.keep or 0.0)
     cluster_plan = plan(spec, inventory, placement, name, port(placement.network, 0))
+    if cluster_plan.crowd:
+        print_message(cluster_plan.crowd)
     store.create(spec, cluster_plan, paths)
     cluster = Cluster(paths, spec, cluster_plan)
     try:

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import dataclasses
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -91,6 +92,15 @@ def resolve_runs(args: argparse.Namespace) -> None:
     args.runs = owners.check(args.shown)
     if name == LATEST:
         args.job = latest(args.runs, args.shown)
+
+
+def each(args: argparse.Namespace) -> Iterator[argparse.Namespace]:
+    """Yield the arguments for each of the jobs that a command names."""
+    yield args
+    for name in args.others:
+        other = argparse.Namespace(**vars(args) | {"job": name, "runs": args.shown})
+        resolve_runs(other)
+        yield other
 
 
 def _newest(jobs: list[JobPaths]) -> list[JobPaths]:

@@ -76,6 +76,8 @@ def _what_to_do(unknown: list[str], parsed: argparse.Namespace, command: Parser)
     """Return a hint for the first of the arguments that `command` does not know; others may be its value."""
     flag, _, value = unknown[0].partition("=")
     key = flag.lstrip("-").replace("-", "_")
+    if key in FIELDS and parsed.command == "resume":
+        return "a job is resumed with the settings that it was started with; start a new one to change them"
     if key in FIELDS:
         return f"use --set {key}=VALUE"
     if similar := closest(flag, command.flags()):

@@ -32,7 +32,7 @@ COMMANDS = {
     "attach": Command("follow a job until it ends; take over if it has no supervisor", DIRECT, job=True),
     "wait": Command("wait until a job ends, and exit with its exit code", DIRECT, job=True),
     "stop": Command("stop a job and remove its nodes", DIRECT, job=True),
-    "rm": Command("remove a job that has ended, with its files and any leftover nodes", DIRECT, job=True),
+    "rm": Command("remove jobs that have ended, with their files and any leftover nodes", DIRECT, job=True),
     "up": Command("start a cluster: nodes that stay up for later jobs", MACHINE, plans=True),
     "down": Command("remove a cluster that was started by up", MACHINE),
     "doctor": Command("report problems that keep jobs from running", MACHINE, script=True),

@@ -58,7 +58,8 @@ class JsonScreen(Folded):
         if found != self.printed and (found.step is not None or found.metrics):
             self.printed, self.due = found, self.clock.monotonic() + JSON_INTERVAL
             metrics = {name: value for name, value in found.metrics.items() if math.isfinite(value)}
-            row = {"step": found.step, "total_steps": found.total, "seconds_left": left, "metrics": metrics}
+            steps = {"step": found.step, "total_steps": found.total, "seconds_left": left}
+            row = {**(dict.fromkeys(steps) if found.bar else steps), "metrics": metrics}  # none of an epoch
             stream(json.dumps({"progress": row, "time": round(self.clock.time(), 3)}))
 
 

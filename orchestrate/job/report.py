@@ -210,7 +210,7 @@ def line(event: events.Event) -> str:
             wait = f" in {event.delay:g} s" if event.delay else ""
             return f"restarting all workers{wait} ({event.why})"
         case events.WorkersLost():
-            return f"{_ranks(event.ranks)} did not exit within the grace period: removing the nodes"
+            return f"{name_ranks(event.ranks)} did not exit within the grace period: removing the nodes"
         case events.NodeInTrouble():
             return f"{event.node} {TROUBLES.get(event.trouble, event.trouble)}"
         case events.NodeWell():
@@ -225,7 +225,7 @@ def line(event: events.Event) -> str:
                 f"already, each trains its own model\nhint: {event.hint}"
             )
         case events.GpusUnused():
-            return f"warning: {_ranks(event.ranks)} did not use the GPU in the first minute"
+            return f"warning: {name_ranks(event.ranks)} did not use the GPU in the first minute"
         case events.EngineLost():
             return f"{event.error}; waiting for the engine"
         case events.EngineBack():
@@ -247,7 +247,7 @@ def phase(event: events.Event) -> str | None:
         case events.NodesUp() | events.GenerationStarted():
             return "starting the workers"
         case events.WorkersAwaited():
-            return f"waiting for {_ranks(event.ranks)} to start"
+            return f"waiting for {name_ranks(event.ranks)} to start"
         case events.WorkersStarted():
             return "waiting for the workers' first output"
         case events.NodesStopping():
@@ -265,7 +265,7 @@ def _hosts(placed: dict[str, str]) -> str:
     return "; ".join(f"{host}: {', '.join(nodes)}" for host, nodes in sorted(hosts.items()))
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def name_ranks(ranks: Sequence[int]) -> str:
     """Format ranks; the first eight are listed."""
     more = f" and {len(ranks) - MAX_RANKS} more" if len(ranks) > MAX_RANKS else ""
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:MAX_RANKS]))}{more}"

@@ -27,9 +27,10 @@ from orchestrate.job.spec import FIELDS, JobSpec
 from orchestrate.node import checks
 from orchestrate.pages.curves import Curve, Progress, progress
 from orchestrate.pages.spans import ENDING, OTHER, RESTARTING, STARTING, STOPPED, WORKING, Moment, Span, moments, spans
-from orchestrate.view.progress import MAX_LINE, Reader
+from orchestrate.view.progress import MAX_LINE, Epochs, Reader
 from orchestrate.view.progress import Progress as Printed
 
+SHOWN = 0.05  # seconds of what is listed: less is 0.0 s
 FEW = 10  # points in metrics.jsonl; of curves with fewer, the log may have more
 LOG = re.compile(r"rank-([0-9]{1,7})\.log")
 MAX_RANKS = 8  # logs that are searched for metrics, if rank 0 has printed none
@@ -79,7 +80,7 @@ class Run:
         }
         lost = {text: sum(span.seconds for span in self.spans if span.kind == kind) for kind, text in LOST.items()}
         found = {text: self._working[part] for part, text in names.items()} | lost
-        return [(text, seconds) for text, seconds in found.items() if seconds > 0]
+        return [(text, seconds) for text, seconds in found.items() if seconds >= SHOWN]
 
     @property
     def not_counted(self) -> str:
@@ -198,17 +199,20 @@ def _rows(paths: JobPaths) -> Iterator[dict[str, Any]]:
 
 
 def _printed(paths: JobPaths, mask: Mask, reader: Reader) -> Iterator[dict[str, Any]]:
-    """Yield the metrics in a log: in each state of a progress bar, and in lines.
+    """Yield the metrics in a log: in lines, and those that change in the states of a progress bar.
 
     That is the log of rank 0, or, if the job has no patterns of its own, of the first of some ranks that has any.
     """
     names = (LOG.fullmatch(name) for name, _ in paths.folder.entries(LOGS))
     ranks = sorted(int(name[1]) for name in names if name)
     for rank in dict.fromkeys([*ranks[:1], *ranks[-1:], *ranks[:MAX_RANKS]]):
-        some = False
+        some, epochs, last = False, Epochs(), dict[str, float]()
         for found in _found(paths, rank, mask, reader):
             some = True
-            yield found.metrics if found.bar or found.step is None else {**found.metrics, "step": found.step}
+            step = epochs.step(found) if found.bar else found.step
+            fresh = {name: value for name, value in found.metrics.items() if not found.bar or last.get(name) != value}
+            last |= fresh
+            yield fresh if step is None else {**fresh, "step": step}
         if some or reader.given:
             return
 

@@ -17,7 +17,7 @@ from typing import Any
 from orchestrate.files.lines import Lines
 from orchestrate.files.paths import METRICS, JobPaths
 from orchestrate.job.metrics import TOTAL, measurements
-from orchestrate.view.progress import Progress
+from orchestrate.view.progress import Epochs, Progress
 
 log = logging.getLogger(__name__)
 
@@ -40,12 +40,14 @@ class Board:
         self.available = importlib.util.find_spec("tensorboard") is not None
         self.writer: Any = None
         self.names: set[str] = set()
-        self.step: int | None = None  # of the last row of metrics.jsonl
-        self.count = 0  # the step of the last line with metrics
+        self.step = -1.0  # of the job, the last one that is known
+        self.count = 0  # the step of the last metrics, whether it is that of the job or a number
+        self.epochs = Epochs()
         self.queue: queue.SimpleQueue[Progress] = queue.SimpleQueue()
         self.ending = threading.Event()
         self.thread: threading.Thread | None = None
         if self.available and any(paths.root.glob(PATTERN)):
+            self.step = math.inf  # the job may repeat steps
             with contextlib.suppress(OSError), paths.folder.open(METRICS) as file:
                 self.lines.skip(file, 0)
 
@@ -82,26 +84,33 @@ class Board:
     def catch_up(self) -> None:
         """Write what was taken since the last call, and what the script has written to metrics.jsonl.
 
-        Lines of the output count only if the script does not write that file. Those without a step are numbered, and
-        those whose step has started again, as that of a bar in each epoch.
+        Lines of the output count only if the script does not write that file. Those without a step are numbered.
         """
         while not self.queue.empty():
             found = self.queue.get()
             if not os.path.lexists(self.paths.shared / METRICS):
-                self.count = max(self.count + 1, min(found.step or 0, MAX_STEP))
-                self._write(self.count, found.metrics, None)
+                self._heard(found)
         with contextlib.suppress(OSError), self.paths.folder.open(METRICS) as file:
             self.lines.near_end(file, sys.maxsize)  # it may have been truncated
             for values in measurements(self.lines.new(file, MAX_READ)):
                 step = values.pop("step", None)
                 values.pop(TOTAL, None)
-                step = step if type(step) is int and 0 <= step < MAX_STEP else (self.step or 0) + 1
-                self._write(step, values, self.step)
-                self.step = step
+                self._write(step if type(step) is int and 0 <= step < MAX_STEP else None, values)
         if self.writer:
             self.writer.flush()
 
-    def _write(self, step: int, values: Mapping[str, Any], before: int | None) -> None:
+    def _heard(self, found: Progress) -> None:
+        """Write what a line says; steps of a bar are those of the job if it names the epoch."""
+        step = self.epochs.step(found, line=True) if found.bar else found.step
+        if found.bar and found.epoch is None:
+            self.count, step = max(self.count, (step or 0) - 1), None
+        self._write(step if step is None or step < MAX_STEP else None, found.metrics)
+
+    def _write(self, step: int | None, values: Mapping[str, Any]) -> None:
+        """Write metrics of a step of the job, or of the next number if none is known."""
+        repeated = step is not None and step < self.step
+        self.step = self.step if step is None else step
+        self.count = self.count + 1 if step is None else step
         numbers = {self._name(name): float(value) for name, value in values.items() if _drawable(value)}
         self.names.update(list(numbers)[: MAX_NAMES - len(self.names)])
         if not (numbers := {name: value for name, value in numbers.items() if name in self.names}):
@@ -112,11 +121,11 @@ class Board:
 
         if not self.writer:
             self.writer = EventFileWriter(str(self.paths.root))
-        if before is not None and step < before:  # the job continues from a checkpoint, and repeats the steps after it
+        if repeated:  # the job continues from a checkpoint, and repeats the steps after it
             session = SessionLog(status=SessionLog.START)
-            self.writer.add_event(Event(wall_time=time.time(), step=step, session_log=session))
+            self.writer.add_event(Event(wall_time=time.time(), step=self.count, session_log=session))
         points = [Summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
-        self.writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=points)))
+        self.writer.add_event(Event(wall_time=time.time(), step=self.count, summary=Summary(value=points)))
 
     def _name(self, name: str) -> str:
         return self.hide(name)[:MAX_NAME].encode(errors="replace").decode()

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from orchestrate.engines.base import Stop
 from orchestrate.errors import EngineError
-from orchestrate.job import events
+from orchestrate.job import events, report
 from orchestrate.job.outcomes import LOST_EXIT_CODE, Cause, GenerationResult, ObservedExit, Outcome, Reason, WorkerExit
 from orchestrate.job.plan import Plan
 from orchestrate.supervise import hang, traits
@@ -57,8 +57,9 @@ class Generation:
         self.killing = float("inf")  # when workers that are still running are killed
         self.killed_late = False  # whether that has happened: one of them may be the worker that held up the others
         self.started = self.clock.monotonic()  # start of this generation; later, of its first worker
+        self.killed: list[int] = []  # ranks of workers that had not ended after the grace period
         self.saves = Saves(job)
-        self.hang_detector = _HangDetector(self) if self.spec.hang_after else None
+        self.hang_detector = hang.HangDetector(job, self.spec.hang_after) if self.spec.hang_after else None
         self.world = WorldCheck(job, plan)
         self.watched = 0.0  # when what the workers are doing was last shown
         self.troubles: dict[str, tuple[str, float]] = {}  # by node: kind of trouble, start time
@@ -121,6 +122,9 @@ class Generation:
                     for rank in sorted(self.running)
                 ]
         if self.why in (BY_USER, BY_MAX_RUN):
+            if self.killed:
+                ranks, grace = report.name_ranks(sorted(self.killed)), self.spec.grace
+                self.job.warn(f"{ranks} did not end after SIGTERM: killed after the grace period of {grace:g} s")
             return self._result(Outcome.STOPPED, self.why)
         if self.why == RESCALED and not any(end.exit.code and not end.ours for end in self.ends):
             return self._result(Outcome.RESCALED, self.why)
@@ -213,6 +217,13 @@ class Generation:
         self.world.ended(end.rank, end.use)
         if self.requested < 2 or self.killed_late:  # other killed workers do not show a cause
             self.ends.append(ObservedExit(self.emit.seconds(), end, ours))
+        if (
+            ours
+            and self.requested < 2
+            and end.code == LOST_EXIT_CODE
+            and self.clock.monotonic() > self.give_up - REPORT_TIMEOUT
+        ):
+            self.killed.append(end.rank)
         if end.code and not stopping:
             timeout = is_peer_failure(self.files.last_lines(end.rank), TIMEOUT)
             self.failing = min(self.failing, self.clock.monotonic() + PEER_FAILURE_WINDOW * timeout)
@@ -345,7 +356,12 @@ class Generation:
     def _result(self, outcome: Outcome, why: str, cause: Cause | None = None) -> GenerationResult:
         lasted = self.clock.monotonic() - self.started
         self.saves.end()
-        step = self.files.step()
+        step, began = self.files.step(), self.files.began
+        if began is not None and began <= (self.files.first or 0) < self.furthest:
+            self.job.warn(
+                f"generation {self.plan.generation} began at step {began} again, although step {self.furthest} had "
+                "been reached: the script has not continued from a checkpoint"
+            )
         if step or self.furthest:
             progress = step > self.furthest
         elif self.saves.last:
@@ -367,32 +383,3 @@ class Generation:
             isolated="" if cause or outcome == Outcome.STOPPED else self.world.advice(),
             progress=progress,
         )
-
-
-class _HangDetector:
-    """Detects hangs: nothing was written for `hang_after`, and no worker used the CPU in the second half of it."""
-
-    def __init__(self, generation: Generation) -> None:
-        self.files, self.job, self.clock = generation.files, generation.job, generation.clock
-        self.limit = generation.spec.hang_after or float("inf")
-        self.checked = self.active = self.polled = self.clock.monotonic()
-        self.activity: object = None
-        self.cpu: dict[int, float] = {}  # CPU seconds by rank at the last poll of the nodes
-
-    def hung(self, excused: bool) -> bool:
-        """Whether the job was idle for too long; time in which it is `excused` does not count."""
-        now = self.clock.monotonic()
-        if now - self.checked < min(1.0, self.limit / 20):
-            return False
-        self.checked = now
-        activity = self.files.activity()
-        if excused or activity != self.activity:
-            self.activity, self.active, self.cpu = activity, now, {}
-        if now - self.active < self.limit / 2 or now - self.polled < self.limit / 10:
-            return False  # polling the nodes is not free
-        before, elapsed = self.cpu, now - self.polled
-        self.cpu = {rank: doing.cpu for rank, doing in self.job.session.activity().items()}
-        self.polled = now
-        if any(seconds - before.get(rank, seconds) > hang.IDLE * elapsed for rank, seconds in self.cpu.items()):
-            self.active, self.cpu = now, {}
-        return bool(before and self.cpu) and now - self.active > self.limit

@@ -1,4 +1,4 @@
-"""Parse the stacks of a hung job's workers, and find the worker that the others wait for. Pure."""
+"""Detect a hang, parse the stacks of the workers, and find the worker that the others wait for."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from orchestrate.supervise.running import Running
 from orchestrate.supervise.tracebacks import before_dump, ends_with_error
 
 IDLE = 0.05  # share of a core; a worker that waits for its peers uses less, although torch polls
@@ -89,3 +90,32 @@ def _others(stands: Mapping[int, Position | None], rank: int) -> str:
     return "".join(
         f"; {count} {'others wait' if count > 1 else 'other waits'} at {at}" for at, count in places.most_common(2)
     )
+
+
+class HangDetector:
+    """Detects hangs: nothing was written for `hang_after`, and no worker used the CPU in the second half of it."""
+
+    def __init__(self, job: Running, limit: float) -> None:
+        """`limit` is `hang_after` in seconds."""
+        self.files, self.job, self.clock, self.limit = job.files, job, job.clock, limit
+        self.checked = self.active = self.polled = self.clock.monotonic()
+        self.activity: object = None
+        self.cpu: dict[int, float] = {}  # CPU seconds by rank at the last poll of the nodes
+
+    def hung(self, excused: bool) -> bool:
+        """Whether the job was idle for too long; time in which it is `excused` does not count."""
+        now = self.clock.monotonic()
+        if now - self.checked < min(1.0, self.limit / 20):
+            return False
+        self.checked = now
+        activity = self.files.activity()
+        if excused or activity != self.activity:
+            self.activity, self.active, self.cpu = activity, now, {}
+        if now - self.active < self.limit / 2 or now - self.polled < self.limit / 10:
+            return False  # polling the nodes is not free
+        before, elapsed = self.cpu, now - self.polled
+        self.cpu = {rank: doing.cpu for rank, doing in self.job.session.activity().items()}
+        self.polled = now
+        if any(seconds - before.get(rank, seconds) > IDLE * elapsed for rank, seconds in self.cpu.items()):
+            self.active, self.cpu = now, {}
+        return bool(before and self.cpu) and now - self.active > self.limit

@@ -36,8 +36,15 @@ class JobFiles:
         """`hide` removes secrets from worker output."""
         self.paths, self.hide = paths, hide
         self.generation = 0  # the generation that `last_lines` reads
+        self.first: int | None = None  # step of the job
+        self.began: int | None = None  # the first step of this generation
         self._step, self._metrics = 0, Lines()
         self._printed = Printed()
+
+    def begin(self, generation: int) -> None:
+        """Read what a generation writes from now on."""
+        self.step()
+        self.generation, self.began = generation, None
 
     @property
     def _folder(self) -> Folder:
@@ -63,6 +70,8 @@ class JobFiles:
     def heard(self, found: Progress) -> None:
         """Take what a line of the output says about the progress of the job."""
         self._printed.take(found)
+        if found.step is not None and not found.bar:
+            self._reached(found.step)
 
     def step(self) -> int:
         """Return the highest `step` in metrics.jsonl and in the output, or 0."""
@@ -70,9 +79,15 @@ class JobFiles:
             if file.seek(0, 2) < self._metrics.offset:  # the script has truncated the file
                 self._metrics = Lines()
             found = measurements(self._metrics.new(file, MAX_METRICS_READ))
-            steps = (step for values in found if type(step := values.get("step")) is int and 0 <= step < 1 << 63)
-            self._step = max([self._step, *steps])
+            for values in found:
+                if type(step := values.get("step")) is int and 0 <= step < 1 << 63:
+                    self._step = max(self._step, step)
+                    self._reached(step)
         return max(self._step, self._printed.step)
+
+    def _reached(self, step: int) -> None:
+        self.first = step if self.first is None else self.first
+        self.began = step if self.began is None else self.began
 
     def has_progress(self) -> bool:
         """Whether there is a step or a metric, in metrics.jsonl or in the output."""

@@ -181,7 +181,7 @@ class Supervisor:
             return self.history.recent[-1] if self.history.recent else None
         self.connected = True
         self.emit(events.TakenOver(self.history.running))
-        self.files.generation = self.plan.generation
+        self.files.begin(self.plan.generation)
         generation = self._generation()
         generation.restore(self.history.exits, self.history.stopping, self.history.states)
         self.job.retry(generation.adopt, EngineLost, events.EngineLost)
@@ -190,7 +190,7 @@ class Supervisor:
     def _next_generation(self) -> Generation:
         """Fence off older workers, and create the next generation."""
         number = self.plan.generation
-        self.files.generation = number
+        self.files.begin(number)
         self.job.write(lambda: self.files.fence(number))
         self.emit(events.GenerationStarting(number, self.plan.nodes, self.plan.world_size, self.plan.port))
         return self._generation()

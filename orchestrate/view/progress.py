@@ -24,6 +24,9 @@ CLOCK = r"((?:[0-9]{1,6}:)?[0-9]{1,2}:[0-9]{2}|\?)"
 BAR = re.compile(
     rf"\|\s*{COUNT}/{COUNT} \[{CLOCK}<{CLOCK}(?:,\s*(?:({NUMBER})|\?)(s/)?[A-Za-z]+(/s)?)?([^\]]{{0,500}})\]"
 )
+# rich, as Lightning sets it up: `Epoch 3/9 ━━━━━━ 12/27 0:00:01 • 0:00:02 7.41it/s loss: 0.1`
+RICH = re.compile(rf"━\s+{COUNT}/{COUNT}\s+{CLOCK}\s+•\s+(?:{CLOCK}|-:--:--)(?:\s+({NUMBER})()it(/s))?\s*(.{{0,500}})")
+EPOCH_OF = re.compile(r"\bepoch\W{0,3}([0-9]{1,9})\b")  # before a bar
 # A dict without nested values, which Python's parser can take long for, at the end of a line.
 FLAT = re.compile(r"^([^{}]{0,60}?)(\{[^(\[{}]*\})\s*$")
 WRAPPED = re.compile(r"\b(?:np\.\w{1,20}|tensor)\(([^(),]{1,40})[^()]{0,80}\)")  # numbers of NumPy and torch
@@ -31,14 +34,14 @@ PAIR = re.compile(rf"\b([A-Za-z][\w./@]{{0,40}}) ?[=: ] ?(-?{NUMBER})(?![\w.%])"
 # In text: `loss: 0.5`, `Val Acc 88.2%`, `Accuracy: 9838/10000 (98%)`, `| test_acc │ 0.9 |` of a table.
 VALUE = re.compile(
     rf"\b(?:(train(?:ing)?|val(?:id(?:ation)?)?|test|eval|learning)[ \t])?([a-z][a-z0-9_./@]{{0,40}})"
-    rf"[ \t]{{0,30}}(?:[=:|│┃][ \t]{{0,30}}|(?<=[ \t]))(-?{NUMBER})"
+    rf"[ \t]{{0,30}}(?:[=:|│┃][ \t]{{0,30}}|(?<=[ \t])|'[ ]reached[ ])(-?{NUMBER})"
     rf"(?:/({NUMBER}) ?\( {{0,2}}{NUMBER} ?%\)|%)?(?![\w.]|-[a-z])",  # not in `epoch=3-step=40.ckpt`
 )
 WORDS = ("loss", "acc", "lr", "learning", "perplexity", "ppl", "epoch")  # one of them is in each name of NAMES
 SHORT = {"training": "train", "valid": "val", "validation": "val"}
 # `step 7/90`, `iter 7:`, `Iteration: 7 of 90`; a fraction, a version or a date is not a step
 STEP_OF = re.compile(  # not in the text of an error, which comes later in its line
-    r"^.{0,16}\b(?:step|iter|iteration)\b {0,10}[:=#]? {0,10}"
+    r"^.{0,16}?\b(global[ _])?(?:step|iter|iteration)\b {0,10}[:=#]? {0,10}"
     r"([0-9]{1,15})(?: {0,10}(?:/|of) {0,10}([0-9]{1,15}))?(?![\w.%/-])",
 )
 FACTORS = {"": 1, "k": 1000, "M": 1_000_000, "G": 1_000_000_000}
@@ -52,6 +55,7 @@ EPOCH = re.compile(r"\W*(?:\w{1,10}\W+)?epoch\b")  # how a line begins that repo
 DIGIT = re.compile("[0-9]")
 STEP, TOTAL = ("step", "global_step", "current_step"), ("total_steps", "max_steps")  # metrics that are no metrics
 MAX_STEP = 1 << 53  # beyond which not every float is a whole number
+MAX_BARS = 8  # of different lengths, such as those of training and evaluation
 SEARCH_SECONDS = 0.1  # for one pattern in one line
 
 
@@ -65,6 +69,7 @@ class Progress:
     step_seconds: float | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     bar: bool = False  # whether `step` may start again, as that of a progress bar does in each epoch
+    epoch: int | None = None  # whose steps a bar counts, as far as it says so
 
     @property
     def fraction(self) -> float | None:
@@ -77,8 +82,9 @@ def parse(line: str) -> Progress | None:
     line = line[-MAX_LINE:]
     if not DIGIT.search(line):
         return None
-    if "[" in line and "|" in line and (bars := list(BAR.finditer(line))):
-        return _of_bar(bars[-1])
+    for pattern, sign in (BAR, "|"), (RICH, "•"):
+        if sign in line and (bars := [*pattern.finditer(line)]):
+            return _of_bar(bars[-1], line[bars[-2].end() if bars[1:] else 0 : bars[-1].start()])
     if "{" in line and (found := _of_dict_at_end(WRAPPED.sub(r"\1", line))):
         return found
     return _of_text(line)
@@ -104,7 +110,8 @@ def _of_text(line: str) -> Progress | None:
     if [*pairs] == ["epoch"] and not EPOCH.match(lower):  # `resuming from epoch 3`
         del pairs["epoch"]
     if ("step" in lower or "iter" in lower) and (step := STEP_OF.search(lower)):
-        return Progress(step=int(step[1]), total=int(step[2]) if step[2] else None, metrics=pairs, bar=True)
+        total = int(step[3]) if step[3] else None
+        return Progress(step=int(step[2]), total=total, metrics=pairs, bar=not step[1])
     return Progress(metrics=pairs) if pairs else None
 
 
@@ -158,6 +165,33 @@ class Reader:
         return value if math.isfinite(value) else None
 
 
+class Epochs:
+    """Steps of bars that start again in each epoch."""
+
+    def __init__(self) -> None:
+        self.bars: dict[int | None, tuple[int, int]] = {}  # by their length: epochs that are over, and the last step
+
+    def over(self, found: Progress, line: bool = False) -> int:
+        """Take a step of a bar; return the epochs that are over by what it says, or else as often as it started again.
+
+        `line` is whether it ends a line, so that another full bar is that of the next epoch.
+        """
+        assert found.step is not None
+        over, last = self.bars.pop(found.total, (0, -1))
+        again = found.step < last or (line and found.step == last == found.total)
+        over = over + again if found.epoch is None else found.epoch
+        self.bars[found.total] = over, found.step
+        if len(self.bars) > MAX_BARS:
+            del self.bars[next(iter(self.bars))]
+        return over
+
+    def step(self, found: Progress, line: bool = False) -> int | None:
+        """Return the step of the job for one of a bar whose length is known; otherwise None."""
+        if found.step is None or not found.total:
+            return None
+        return _whole(self.over(found, line) * found.total + found.step)
+
+
 def _of_metrics(found: Mapping[str, float]) -> Progress:
     """Return metrics by name, among which may be the step."""
     numbers = {name: value for name, value in found.items() if name not in (*STEP, *TOTAL)}
@@ -169,16 +203,17 @@ def _whole(number: float | None) -> int | None:
     return int(number) if number is not None and 0 <= number < MAX_STEP else None
 
 
-def _of_bar(bar: re.Match[str]) -> Progress:
+def _of_bar(bar: re.Match[str], before: str) -> Progress:
     step, step_unit, total, total_unit, _, left, rate, inverse, _, rest = bar.groups()
     rate_value = float(rate) if rate else 0.0
     return Progress(
         step=_whole(float(step) * FACTORS[step_unit]),
         total=_whole(float(total) * FACTORS[total_unit]),
-        seconds_left=None if left == "?" else _seconds(left),
+        seconds_left=None if left in (None, "?") else _seconds(left),
         step_seconds=(rate_value if inverse else 1 / rate_value) if rate_value else None,
         metrics={name.lower(): float(value) for name, value in PAIR.findall(rest) if name != "v_num"},
         bar=True,
+        epoch=int(epoch[-1]) if (epoch := EPOCH_OF.findall(before.lower())) else None,
     )
 
 

@@ -12,7 +12,17 @@ from rich.text import Text
 from orchestrate.job.limits import format_bytes
 from orchestrate.job.metrics import listed
 from orchestrate.job.steps import SHORT
-from orchestrate.view.state import IDLE, SHOWN_METRICS, Rank, View, clock, seconds_left, some_work, worst_first
+from orchestrate.view.state import (
+    IDLE,
+    OF_EPOCH,
+    SHOWN_METRICS,
+    Rank,
+    View,
+    clock,
+    seconds_left,
+    some_work,
+    worst_first,
+)
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 MIN_ROWS = 2  # ranks that are shown on the smallest terminal
@@ -64,13 +74,14 @@ def _bar(view: View, width: int) -> RenderableType | None:
     progress = view.lead.progress
     if progress.step is None:
         return None
+    what = OF_EPOCH if progress.bar else ""
     if not progress.total:
-        return Text(f"step {progress.step:,}")
+        return Text(f"step {progress.step:,}{what}")
     left = seconds_left(view.lead)
     row = Table.grid(padding=(0, 1))
     for _ in range(3):
         row.add_column(no_wrap=True, overflow="ellipsis")  # on a narrow terminal
-    tail = f"{100 * (progress.fraction or 0):.0f}%" + (f"  {clock(left)} left" if left is not None else "")
+    tail = f"{100 * (progress.fraction or 0):.0f}%" + (f"  {clock(left)} left" if left is not None else "") + what
     steps = f"step {progress.step:,} of {progress.total:,}"
     size = max(8, min(40, width - len(steps) - len(tail) - 4))
     row.add_row(steps, ProgressBar(total=progress.total, completed=progress.step, width=size), tail)

@@ -14,11 +14,12 @@ from orchestrate.job.metrics import TOTAL, is_number, listed, plain, shown
 from orchestrate.job.outcomes import Activity
 from orchestrate.job.plan import Plan
 from orchestrate.job.steps import Steps
-from orchestrate.view.progress import Progress
+from orchestrate.view.progress import Epochs, Progress
 
 PACES = 30  # steps whose duration is kept for each rank
 EVENTS = 4  # that are shown
 SHOWN_METRICS = 3
+OF_EPOCH = " in this epoch"  # what steps of bars are called that start again
 NAME = re.compile(r"[A-Za-z][\w ./-]{0,40}", re.ASCII)  # of a metric that is shown
 TOGETHER = 0.01  # seconds; lines within this time were read together, and not written at this pace
 MAX_CLOCK = 1e9  # seconds; what workers report may be any number
@@ -38,9 +39,11 @@ class Rank:
     cpu: float = 0.0  # CPU seconds until `measured`
     measured: float = 0.0
     memory: int = 0  # bytes
-    progress: Progress = field(default_factory=Progress)
+    progress: Progress = field(default_factory=Progress)  # its `bar`: whether the step is that of an epoch
     paces: deque[float] = field(default_factory=lambda: deque(maxlen=PACES))  # seconds per step
     stepped: tuple[int, float] = (0, 0.0)  # its last step, and when it was reached
+    epochs: Epochs = field(default_factory=Epochs)
+    exact: bool = False  # whether it has reported steps of the job, so that those of bars do not count
 
     @property
     def pace(self) -> float | None:
@@ -60,6 +63,12 @@ class Rank:
     def take(self, found: Progress, now: float) -> None:
         """Take progress from a line or from metrics; what it does not say stays as it is."""
         old = self.progress
+        if found.step is not None and not found.bar:
+            self.exact = True
+        elif found.step is not None:
+            of_epoch = self.epochs.over(found) > 0 or found.epoch is not None
+            known = self.exact and found.total != old.total  # the bar has not the steps of the job
+            found = replace(found, step=None) if known else replace(found, bar=of_epoch)
         if found.step is not None and found.step != self.stepped[0]:
             steps, seconds = found.step - self.stepped[0], now - self.stepped[1]
             together = 0 <= seconds < TOGETHER and steps > 0
@@ -72,6 +81,7 @@ class Rank:
             seconds_left=old.seconds_left if found.step is None else found.seconds_left,
             step_seconds=found.step_seconds or old.step_seconds,
             metrics={**old.metrics, **found.metrics},
+            bar=old.bar if found.step is None else found.bar,
         )
 
 
@@ -223,7 +233,10 @@ def some_work(ranks: Mapping[int, Rank], now: float) -> bool:
 
 
 def seconds_left(rank: Rank) -> float | None:
-    """Return the seconds until a worker's last step, as it reports them or by its pace; None if unknown."""
+    """Return the seconds until a worker's last step, or the last one of an epoch, as it reports them or by its pace.
+
+    None if unknown.
+    """
     progress = rank.progress
     if progress.seconds_left is None and progress.step is not None and progress.total and rank.pace:
         return (progress.total - progress.step) * rank.pace
@@ -239,6 +252,7 @@ def status(view: View) -> str:
         parts.append(f"step {progress.step:,}{done}")
         if (left := seconds_left(lead)) is not None:
             parts.append(f"{clock(left)} left")
+        parts[-1] += OF_EPOCH if progress.bar else ""
     metrics = lead.progress.metrics or (view.ranks[0].progress.metrics if 0 in view.ranks else {})
     return ", ".join([*parts, *listed(metrics)[:SHOWN_METRICS]])
 

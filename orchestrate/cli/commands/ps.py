@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _short(row: Listed) -> tuple[str, str, str, str]:
-    return row.name, row.engine, str(row.nodes), row.state
+    return row.name, row.engine, str(row.nodes) if row.seconds is None else "", row.state
 
 
 def _long(row: Listed, elsewhere: bool) -> tuple[str, ...]:

@@ -6,7 +6,6 @@ import argparse
 
 from orchestrate import errors
 from orchestrate.cli import find, options
-from orchestrate.cli.find import resolve_runs
 from orchestrate.cli.parser import Parser
 from orchestrate.console import out
 from orchestrate.files.paths import PAGE
@@ -25,11 +24,7 @@ def run(args: argparse.Namespace) -> int:
     """Write the page of a job to its run directory, or a comparison of several jobs next to it; print its path."""
     from orchestrate.pages.page import write  # only here: it takes time to import
 
-    jobs = [find.paths_of(args)]
-    for name in args.others:
-        other = argparse.Namespace(**vars(args) | {"job": name, "runs": args.shown})
-        resolve_runs(other)
-        jobs.append(find.paths_of(other))
+    jobs = [find.paths_of(each) for each in find.each(args)]
     jobs = [*{paths.root: paths for paths in jobs}.values()]
     page = jobs[0].page if len(jobs) == 1 else args.runs / PAGE
     write(jobs, page)

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import os
 import secrets
+from typing import NoReturn
 
 from orchestrate.cli import find, options, result, signals, watch
 from orchestrate.cli.parser import Parser
@@ -20,6 +21,7 @@ from orchestrate.job.history import History
 from orchestrate.job.outcomes import Outcome
 from orchestrate.job.plan import Plan, plan
 from orchestrate.job.spec import JobSpec
+from orchestrate.job.strict_yaml import shown
 from orchestrate.supervise import launch, stores
 
 
@@ -28,6 +30,15 @@ def add_arguments(parser: Parser) -> None:
     options.add_job_name(parser, latest=True)
     options.add_runs(parser)
     options.add_stdout_options(parser)
+    parser.add_argument("--set", type=_refuse, help=argparse.SUPPRESS)
+
+
+def _refuse(setting: str) -> NoReturn:
+    """Raise UsageError for a setting, which a job that is resumed cannot change."""
+    raise UsageError(
+        f"resume: {shown(setting)} cannot be set: a job is resumed with the settings that it was started with",
+        "start a new job, whose script can load the checkpoints of this one",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -72,8 +83,8 @@ def run(args: argparse.Namespace) -> int:
         print_message(str(wanted))
     follower = launch.rest(paths, spec, wanted, last=0)
     stops = signals.count(spec)
-    with watch.shown(args, wanted, paths) as shown:
-        data = launch.supervise(paths, engine, stops, shown, follower)
+    with watch.shown(args, wanted, paths) as screen:
+        data = launch.supervise(paths, engine, stops, screen, follower)
     return result.show(args, name, data)
 
 

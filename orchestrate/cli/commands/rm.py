@@ -1,4 +1,4 @@
-"""`rm`: the removal of a job that has ended."""
+"""`rm`: the removal of jobs that have ended."""
 
 from __future__ import annotations
 
@@ -19,9 +19,17 @@ def add_arguments(parser: Parser) -> None:
     options.add_job_name(parser, latest=False)
     options.add_runs(parser)
     options.add_dry_run(parser)
+    parser.add_argument("others", nargs="*", default=[], type=options.job, metavar="OTHER", help="jobs to remove, too")
 
 
 def run(args: argparse.Namespace) -> int:
+    """Remove jobs in the order given, up to the first that cannot be removed."""
+    for each in find.each(args):
+        _remove(each)
+    return errors.SUCCEEDED
+
+
+def _remove(args: argparse.Namespace) -> None:
     """Remove a job's files and resources; for a run directory without a record, only the files."""
     paths, engines = find.anywhere(args)
     name = paths.root.name
@@ -32,9 +40,9 @@ def run(args: argparse.Namespace) -> int:
     if ours and paths.cluster:
         raise UsageError(f"{name} may still be running on a cluster", f"python -m orchestrate stop {name}")
     if args.dry_run:
-        return removal.show(resources, f"folder {paths.root}")
+        removal.show(resources, f"folder {paths.root}")
+        return
     if ours:
         removal.remove(paths, resources)
     store.remove(paths)
     print_message(f"{name} removed")
-    return errors.SUCCEEDED

@@ -25,7 +25,7 @@ from orchestrate.errors import UsageError
 from orchestrate.files import lock
 from orchestrate.files.paths import PACKAGE, PROJECT, STDIN, JobPaths, code_folder
 from orchestrate.job import preload, source, store
-from orchestrate.job.plan import Inventory, Placement, plan, pluralize
+from orchestrate.job.plan import Inventory, Placement, plan
 from orchestrate.job.spec import APP, JobSpec
 from orchestrate.supervise import launch, stores
 
@@ -76,9 +76,8 @@ def start(args: argparse.Namespace, dry: bool) -> int:
     job_plan = plan(spec, inventory, placement, job_id, port(placement.network, 0))
     if args.script is None and not args.file and spec.command == APP and Path.cwd() != PROJECT:
         print_message(f"no script given: this is the example, {APP[1]}; yours: {args.command} SCRIPT.py")
-    if job_plan.is_crowded:
-        counts = f"{job_plan.world_size} workers on {pluralize(len(inventory.cores), 'core')}"
-        print_message(f"warning: {counts}: with torch, each node takes 200 MiB of memory or more")
+    if job_plan.crowd and not job_plan.placement.keep:  # said before its nodes were started
+        print_message(job_plan.crowd)
     if dry:
         out(job_plan.to_json() if getattr(args, "json", False) else job_plan)
         return errors.SUCCEEDED

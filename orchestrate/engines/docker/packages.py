@@ -84,7 +84,7 @@ def install(daemon: Daemon, spec: JobSpec, python: str) -> None:
         Path(folder, FILE).write_text("\n".join(spec.pip) + "\n")
         Path(folder, "install.sh").write_text(SCRIPT)
         text = _dockerfile(base(spec), python, user, ["ca", *secrets])
-        _compose(daemon, image, {"context": folder, "dockerfile_inline": text, "labels": {LABEL: ""}}, secrets)
+        _compose(daemon, image, {"context": folder, "dockerfile_inline": text}, secrets)
 
 
 def _secrets(spec: JobSpec) -> dict[str, Any]:
@@ -110,6 +110,7 @@ def _dockerfile(image: str, python: str, user: str, secrets: list[str]) -> str:
 def _compose(daemon: Daemon, image: str, build: dict[str, Any], secrets: dict[str, Any]) -> None:
     ca = {"ca": {"file": os.environ.get("CA_BUNDLE") or os.devnull}}
     build |= {"network": os.environ.get("BUILD_NETWORK") or "default", "secrets": ["ca", *secrets]}
+    build["labels"] = {LABEL: ""}
     file = {"services": {"node": {"image": image, "build": build}}, "secrets": ca | secrets}
     try:
         daemon.compose("--file", "-", "build", given=literal(yaml.safe_dump(file)))

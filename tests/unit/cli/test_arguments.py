@@ -214,7 +214,7 @@ def test_without_arguments_the_commands_must_be_listed(capsys):
     ("arguments", "error", "hint"),
     [
         (["--trainers", "2", "train.py"], "expected a command before '--trainers'", "run --trainers"),
-        (["rm", "a-1", "b-1"], "rm: unexpected argument 'b-1'", "rm --help"),
+        (["stop", "a-1", "b-1"], "stop: unexpected argument 'b-1'", "stop --help"),
         (["up", "--detach"], "up: unknown option '--detach'", "up --help"),
         (["ps", "--run", "x"], "ps: unknown option '--run'", "did you mean --runs?"),
         (["serve", "--port", "65536"], "argument --port: '65536' is not a port", "serve --help"),

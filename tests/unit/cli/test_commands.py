@@ -129,6 +129,16 @@ def test_latest_must_mean_the_job_that_was_created_last(do, tmp_path):
     assert do("rm", "latest", "--dry-run") == (0, [f"folder {tmp_path / 'a-1'}"], [])
 
 
+def test_several_jobs_must_be_removed_up_to_the_first_that_cannot_be(do, tmp_path, monkeypatch):
+    runs = {name: create(JobPaths(tmp_path / name)).root for name in ("a-1", "far/b-1", "c-1", "d-1")}
+    monkeypatch.chdir(tmp_path)
+    with supervised(runs["c-1"]):
+        code, _, lines = do("rm", "a-1", "far/b-1", "c-1", "d-1")
+    assert code == 2 and lines[:2] == ["a-1 removed", "b-1 removed"]
+    assert lines[2].startswith("error: c-1 is running, supervised by process ")
+    assert [name for name, run in runs.items() if run.exists()] == ["c-1", "d-1"]
+
+
 @pytest.mark.parametrize("command", ["stop", "rm"])
 def test_stop_and_rm_must_require_a_job(do, tmp_path, command):
     create(JobPaths(tmp_path / "a-1"))

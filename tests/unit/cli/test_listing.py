@@ -60,8 +60,8 @@ def test_ps_must_list_jobs_that_have_ended_on_request(do, jobs):
     ]
     rows = {line.split()[0]: re.split("  +", line) for line in lines[1:]}
     assert [*rows] == ["running-1", "new-1", "dirty-1", "old-1"]
-    assert rows["new-1"] == ["new-1", "docker", "0", "failed", "2 h ago", "90 s"]
-    old = ["old-1", "docker", "0", "succeeded", "40 d ago", "90 s", "loss 0.1235, step 9, lr Infinity"]
+    assert rows["new-1"] == ["new-1", "docker", "failed", "2 h ago", "90 s"]
+    old = ["old-1", "docker", "succeeded", "40 d ago", "90 s", "loss 0.1235, step 9, lr Infinity"]
     assert rows["old-1"] == old
     do.engine.states = [runs_elsewhere(jobs / "dirty-1", "dirty-1")]
     assert sum(line.startswith("dirty-1 ") for line in do("ps", "--all")[1]) == 1  # with its nodes

@@ -100,6 +100,18 @@ def test_settings_must_not_be_ignored_when_a_job_is_resumed(do, engine, failed, 
 
 
 @pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["--set", "lr=1"], "error: resume: 'lr=1' cannot be set: "),
+        (["--max-restarts", "5"], "error: resume: unknown option '--max-restarts'"),
+    ],
+)
+def test_a_setting_must_be_refused_by_name_when_a_job_is_resumed(do, engine, failed, arguments, error):
+    code, _, lines = do("resume", *arguments)
+    assert code == 2 and lines[0].startswith(error) and "start a new" in lines[1] and engine.calls == []
+
+
+@pytest.mark.parametrize(
     ("facts", "hinted"),
     [
         ({"checkpoints": ["step-1"]}, True),

@@ -6,13 +6,14 @@ from pathlib import Path
 import pytest
 from support.commanded import create, supervised
 from support.optional import not_none
-from support.plans import Site
+from support.plans import HERE, Site
 from support.scripted import ALL_WELL
 
 from orchestrate.engines.base import JobState
 from orchestrate.files import records
 from orchestrate.files.paths import JobPaths
 from orchestrate.job import store
+from orchestrate.job.outcomes import WorkerExit
 
 APP = ("--gpus", "none", "--", "-m", "app.train")
 
@@ -36,6 +37,15 @@ def test_up_must_start_nodes_that_jobs_use(do, engine, runs):
     assert code == 0 and f", on {name}" in err[0]
     assert engine.calls == ["prepare", "up", "start", "down"]
     assert {path.name for path in runs.iterdir()} == {name, Path(err[-1]).name}
+
+
+def test_many_workers_on_few_cores_must_be_pointed_out_once_before_their_nodes_start(do, engine, runs):
+    count = 32 * len(HERE.cores) + 1
+    warning = f"warning: {count} workers on {len(HERE.cores)} cores: "
+    assert do("up", "--nodes", str(count), "--gpus", "none")[2][0].startswith(warning)
+    engine.generations = [[WorkerExit(rank, 0) for rank in range(count)]]
+    err = do("run", "--nodes", str(count), "--keep", "1m", "--runs", str(runs / "other"), *APP)[2]
+    assert sum(line.startswith(warning) for line in err) == 1 and err[0].startswith(warning)
 
 
 def test_up_must_name_other_clusters_for_jobs_from_this_folder(do, engine, runs):

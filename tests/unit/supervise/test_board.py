@@ -77,6 +77,28 @@ def test_the_output_must_count_only_without_metrics_of_the_script(paths):
     assert curves(paths.root) == {"loss": [(7, 0.5), (8, 0.25)], "acc": [(1, 0.75)]}
 
 
+def test_steps_of_bars_must_be_those_of_the_job_if_they_name_the_epoch(paths):
+    def heard(*epochs: int) -> None:
+        board = Board(paths, str)
+        for epoch in epochs:
+            board.heard(Progress(10, 10, metrics={"loss": 1 / (1 + epoch)}, bar=True, epoch=epoch))
+            board.heard(Progress(metrics={"acc": 0.5}))
+        finished(board)
+
+    heard(0, 1, 2, 1)  # the gang was restarted
+    assert curves(paths.root)["loss"] == [(10, 1.0), (20, 0.5)]
+    heard(1)  # the job was resumed
+    assert sorted(curves(paths.root)["loss"]) == [(10, 1.0), (20, 0.5)]
+
+
+def test_full_bars_that_name_no_epoch_must_be_those_of_one_each(paths):
+    board = Board(paths, str)
+    for loss in (0.5, 0.25):
+        board.heard(Progress(9, 9, metrics={"loss": loss}, bar=True))
+    finished(board)
+    assert curves(paths.root) == {"loss": [(9, 0.5), (18, 0.25)]}
+
+
 def test_nothing_that_a_job_writes_must_do_harm(paths):
     board = Board(paths, Mask({"API_TOKEN": "hunter2000"}, ()))
     board.heard(Progress(1 << 70, metrics={"huge": 0.5}))

@@ -14,6 +14,7 @@ from orchestrate.job.events import WarningIssued
 from orchestrate.job.outcomes import JobResult, Outcome, WorkerExit
 from orchestrate.job.report import line
 from orchestrate.job.spec import JobSpec
+from orchestrate.view.progress import Progress
 
 
 def test_a_job_must_succeed_only_when_all_workers_have(job):
@@ -74,6 +75,36 @@ def test_repeated_metrics_must_not_count_as_progress(job):
     job.paths.metrics.write_text('{"step": 5}\n')
     assert job.run(engine, JobSpec(trainers=2, grace=0.01, max_restarts=10)).why == "no progress in 3 generations"
     assert [ended.progress for ended in job.supervisor.history.ended] == [True, False, False, False]
+
+
+@pytest.mark.parametrize(
+    ("steps", "warned"),
+    [
+        ([[0, 1, 2], [0, 1, 2, 3]], "generation 1 began at step 0 again, although step 2 had been reached: "),
+        ([[0, 1, 2], [1, 2, 3]], ""),
+        ([[5], [5, 6]], ""),  # nothing was repeated but the first step
+        ([[0, 1, 2], []], ""),
+    ],
+)
+@pytest.mark.parametrize("where", ["metrics", "output"])
+def test_a_script_that_does_not_continue_from_a_checkpoint_must_be_named(job, steps, warned, where):
+    engine = RecordingEngine([KILLED], [ALL_WELL])
+    start = engine.start
+
+    def write(plan) -> None:
+        start(plan)
+        for step in steps[plan.generation]:
+            if where == "output":
+                job.supervisor.files.heard(Progress(step))
+                job.supervisor.files.heard(Progress(0, 9, bar=True))
+            else:
+                with job.paths.metrics.open("a") as file:
+                    file.write(json.dumps({"step": step}) + "\n")
+
+    engine.start = write
+    job.run(engine)
+    warnings = [warning["text"] for warning in job.noted("warning_issued")]
+    assert warnings == ([f"{warned}the script has not continued from a checkpoint"] if warned else [])
 
 
 def test_a_permanent_failure_must_not_be_retried(job):
@@ -193,6 +224,28 @@ def test_only_a_second_request_to_stop_must_kill(job):
     job.stops = lambda: ("start" in engine.calls) + ("stop" in engine.calls)
     assert job.run(engine, JobSpec(trainers=2, grace=30)).outcome == "stopped"
     assert engine.calls == ["up", "start", "stop", "kill", "down"]
+
+
+@pytest.mark.parametrize(
+    ("takes", "code", "hurried", "killed"),
+    [(29, 137, False, False), (31, 143, False, False), (31, 137, True, False), (31, 137, False, True)],
+)
+def test_workers_that_a_request_to_stop_had_to_kill_must_be_named(job, takes, code, hurried, killed):
+    engine, stopped = RecordingEngine([]), []
+    engine.stop = lambda how: stopped.append(job.clock.now)
+    scripted = engine.wait
+
+    def wait(timeout: float) -> Observed:
+        if stopped and engine.running and job.clock.now - stopped[0] > takes:
+            engine.running.clear()
+            return Observed([WorkerExit(0, 143), WorkerExit(1, code), WorkerExit(2, code)])
+        return scripted(timeout)
+
+    engine.wait = wait
+    job.stops = lambda: ("start" in engine.calls) + (hurried and bool(stopped) and job.clock.now > stopped[0] + 30)
+    assert job.run(engine, JobSpec(trainers=2, grace=30.0)).outcome == "stopped"
+    text = "ranks 1, 2 did not end after SIGTERM: killed after the grace period of 30 s"
+    assert job.noted("warning_issued") == [{"text": text}] * killed
 
 
 def test_nodes_whose_workers_do_not_end_must_be_removed_before_the_next_generation(job, monkeypatch):

@@ -53,7 +53,7 @@ def test_a_line_must_show_the_state_of_each_worker():
     state.enter("starting 3 nodes", 18.0)
     lines = drawn(state, 20.0)
     assert lines[0].startswith(f"{state.job_id}  20 s  starting 3 nodes (2 s)  loss 0.25")
-    assert lines[1].startswith("step 14 of 270 ") and lines[1].endswith("5%  1:02 left")
+    assert lines[1].startswith("step 14 of 270 ") and lines[1].endswith("5%  1:02 left in this epoch")
     assert re.split("  +", lines[2].strip()) == [
         *("0 master", "running", "step 14", "████", "2 s/step", "1.0 cores", "256 MiB", "loss 0.25"),
     ]
@@ -255,7 +255,7 @@ def test_a_line_of_status_must_show_the_state_of_a_progress_bar(paths, capsys):
     screen = PlainScreen(store.look(paths)[1], paths, clock=now)
     now.sleep(16)
     screen.refresh(lambda: {0: parse(TQDM.format(135))})
-    assert capsys.readouterr().err == "a-1: step 135 of 270 (50%), 1:02 left, loss 0.25\n"
+    assert capsys.readouterr().err == "a-1: step 135 of 270 (50%), 1:02 left in this epoch, loss 0.25\n"
 
 
 def test_only_the_end_of_long_metrics_must_be_read(paths, monkeypatch):

@@ -9,7 +9,7 @@ from orchestrate.errors import UsageError
 from orchestrate.job.layers import read_set, resolve
 from orchestrate.job.logs import Follower
 from orchestrate.supervise.output import listen
-from orchestrate.view.progress import MAX_LINE, Progress, Reader, parse
+from orchestrate.view.progress import MAX_LINE, Epochs, Progress, Reader, parse
 from orchestrate.view.screen import Screen
 
 
@@ -30,7 +30,20 @@ def test_a_bar_of_tqdm_must_be_read():
     [
         (
             "Epoch 3:  45%|####5     | 12/27 [00:04<01:02,  2.00s/it, v_num=3, train_loss=0.5]",
-            Progress(12, 27, 62.0, 2.0, {"train_loss": 0.5}, bar=True),
+            Progress(12, 27, 62.0, 2.0, {"train_loss": 0.5}, bar=True, epoch=3),
+        ),
+        (  # several bars in a line; the epoch of the last one counts
+            "Epoch 3: 100%|##| 27/27 [00:04<00:00, 2.00s/it]Epoch 4:  50%|#  | 5/27 [00:01<00:02, 2.00s/it]",
+            Progress(5, 27, 2.0, 2.0, bar=True, epoch=4),
+        ),
+        (  # rich, in Lightning
+            "Epoch 2/9 ━━━━━━━━━━ 12/27 0:00:04 • 0:01:02 0.50it/s v_num: 0.000 train_loss: 0.5",
+            Progress(12, 27, 62.0, 2.0, {"train_loss": 0.5}, bar=True, epoch=2),
+        ),
+        ("Epoch 0/9 ━━━━━━━━━━ 0/27 0:00:00 • -:--:-- 0.00it/s", Progress(0, 27, bar=True, epoch=0)),
+        (
+            "Epoch 12, global step 520: 'val_loss' reached 0.55000 (best 0.55000), saving model to '/job/a.ckpt'",
+            Progress(520, metrics={"epoch": 12.0, "val_loss": 0.55}),
         ),
         (" 10%|#         | 1.50k/15.0k [00:01<?, ?it/s]", Progress(1500, 15000, None, None, bar=True)),
         ("100%|##########| 8/8 [1:00:00<00:00, 4.00it/s]", Progress(8, 8, 0.0, 0.25, bar=True)),
@@ -243,3 +256,24 @@ def test_the_progress_of_another_rank_must_count_if_rank_0_prints_none(paths, te
     listen(follower, Reader(patterns), Screen(), lambda progress: found.append(progress.metrics["loss"]))
     assert len([*follower.lines()]) == 2
     assert found == taken
+
+
+@pytest.mark.parametrize(
+    ("bars", "steps"),
+    [
+        ([(1, 3, None), (3, 3, None), (3, 3, None), (1, 3, None), (1, 2, None), (2, 3, None)], [1, 3, 3, 4, 1, 5]),
+        ([(3, 3, 5), (1, 3, 6), (2, 3, 5)], [18, 19, 17]),  # the job continues with its sixth epoch
+        ([(1, None, None), (None, 3, None), (1, 1 << 60, 1 << 60)], [None, None, None]),
+    ],
+)
+def test_steps_of_bars_must_be_counted_over_epochs(bars, steps):
+    epochs = Epochs()
+    assert [epochs.step(Progress(step, total, bar=True, epoch=epoch)) for step, total, epoch in bars] == steps
+
+
+def test_a_full_bar_in_a_line_of_its_own_must_end_an_epoch():
+    epochs, full = Epochs(), Progress(3, 3, bar=True)
+    assert [epochs.step(full, line=True) for _ in range(3)] == [3, 6, 9]
+    assert epochs.step(Progress(1, 2, bar=True)) == 1
+    assert [epochs.step(Progress(1, total, bar=True)) for total in range(10, 20)] == [1] * 10
+    assert len(epochs.bars) < 10

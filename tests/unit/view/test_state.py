@@ -56,6 +56,20 @@ def test_a_line_must_change_only_what_it_reports_and_a_step_without_a_total_must
     assert status(view).startswith("step 0 of 90 (0%), ")
 
 
+def test_of_a_bar_that_starts_again_nothing_must_be_concluded_for_the_job(view):
+    bar = "|  | {} [00:01<00:02, 1.00it/s, loss={}]"
+    for step, shown in (("4/10", "step 4 of 10 (40%), 2 s left"), ("2/3", "step 2 of 3 (67%), 2 s left")):
+        view.hear(0, parse(bar.format(step, 0.5)), 4.0)
+        assert status(view) == f"{shown}, loss 0.5"  # the second is that of an evaluation
+    view.hear(0, parse(bar.format("3/10", 0.25)), 5.0)
+    assert status(view) == "step 3 of 10 (30%), 2 s left in this epoch, loss 0.25"
+    view.hear(0, parse("Epoch 1: " + bar.format("1/7", 0.25)), 6.0)
+    assert status(view) == "step 1 of 7 (14%), 2 s left in this epoch, loss 0.25"
+    view.measure({"step": 21, "total_steps": 90}, 7.0)
+    view.hear(0, parse(bar.format("4/10", 0.125)), 8.0)
+    assert status(view) == "step 21 of 90 (23%), 36 s left, loss 0.125"
+
+
 def test_the_time_left_must_follow_from_the_pace_unless_the_script_reports_it(view):
     for step in (10, 20):
         view.measure({"step": step, "total_steps": 50}, float(step))
