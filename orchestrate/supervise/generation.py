@@ -53,6 +53,7 @@ class Generation:
         self.requested, self.sent = 0, 0  # stop signals: 1 for SIGTERM, 2 for SIGKILL
         self.handled_stops = 0  # number of the user's stop requests handled so far
         self.give_up = float("inf")  # when to stop waiting for the workers to exit
+        self.patient = float("inf")  # when the grace period of workers is about to end
         self.failing = float("inf")  # when the others are stopped after a failure
         self.killing = float("inf")  # when workers that are still running are killed
         self.killed_late = False  # whether that has happened: one of them may be the worker that held up the others
@@ -217,12 +218,7 @@ class Generation:
         self.world.ended(end.rank, end.use)
         if self.requested < 2 or self.killed_late:  # other killed workers do not show a cause
             self.ends.append(ObservedExit(self.emit.seconds(), end, ours))
-        if (
-            ours
-            and self.requested < 2
-            and end.code == LOST_EXIT_CODE
-            and self.clock.monotonic() > self.give_up - REPORT_TIMEOUT
-        ):
+        if ours and end.code == LOST_EXIT_CODE and self.clock.monotonic() > self.patient:
             self.killed.append(end.rank)
         if end.code and not stopping:
             timeout = is_peer_failure(self.files.last_lines(end.rank), TIMEOUT)
@@ -239,7 +235,8 @@ class Generation:
             self._stop(FAILED)
 
     def _stop(self, why: str) -> None:
-        self.why = self.why or why
+        if not self.why:
+            self.why, self.patient = why, self.clock.monotonic() + self.spec.grace - 1.0
         self.requested = 2 if self.stops() > 1 or (self.hung and self.why == FAILED) else max(1, self.requested)
         with contextlib.suppress(OSError):  # a full disk; the nodes stop the workers anyway
             self.files.fence(self.plan.generation, over=True)

@@ -228,7 +228,7 @@ def test_only_a_second_request_to_stop_must_kill(job):
 
 @pytest.mark.parametrize(
     ("takes", "code", "hurried", "killed"),
-    [(29, 137, False, False), (31, 143, False, False), (31, 137, True, False), (31, 137, False, True)],
+    [(28, 137, False, False), (31, 143, False, False), (12, 137, True, False), (31, 137, False, True)],
 )
 def test_workers_that_a_request_to_stop_had_to_kill_must_be_named(job, takes, code, hurried, killed):
     engine, stopped = RecordingEngine([]), []
@@ -242,7 +242,7 @@ def test_workers_that_a_request_to_stop_had_to_kill_must_be_named(job, takes, co
         return scripted(timeout)
 
     engine.wait = wait
-    job.stops = lambda: ("start" in engine.calls) + (hurried and bool(stopped) and job.clock.now > stopped[0] + 30)
+    job.stops = lambda: ("start" in engine.calls) + (hurried and bool(stopped) and job.clock.now > stopped[0] + 10)
     assert job.run(engine, JobSpec(trainers=2, grace=30.0)).outcome == "stopped"
     text = "ranks 1, 2 did not end after SIGTERM: killed after the grace period of 30 s"
     assert job.noted("warning_issued") == [{"text": text}] * killed
