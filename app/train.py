@@ -37,7 +37,7 @@ REPORT_EVERY = 10  # steps whose losses are reduced together, after which all wo
 
 
 def arguments() -> argparse.Namespace:
-    """The command line; the defaults of the optimizer follow the PyTorch examples' MNIST script."""
+    """The command line; the defaults follow the PyTorch examples' MNIST script, with twice its batch and its rate."""
     parser = argparse.ArgumentParser(prog="python -m app.train", description="Train a model with one or more workers.")
     add, default = parser.add_argument, "(default %(default)s)"
     add("--strategy", choices=strategy.NAMES, default="ddp", help=f"training strategy {default}")
@@ -49,10 +49,10 @@ def arguments() -> argparse.Namespace:
     add("--download", action="store_true", help="download the dataset if it is not in DIR")
     add("--augment", action="store_true", help="shift images at random, and mirror color images")
     add("--epochs", type=int, default=3, help=f"number of epochs {default}")
-    add("--batch-size", type=int, default=64, help=f"global batch size of all workers {default}")
+    add("--batch-size", type=int, default=128, help=f"global batch size of all workers {default}")
     add("--accumulate", type=int, default=1, metavar="K", help=f"parts of a batch, to save memory {default}")
     add("--optimizer", choices=["adadelta", "sgd", "adamw"], default="adadelta", help=f"optimizer {default}")
-    add("--lr", type=float, help="learning rate (default 1.0 for adadelta, 0.05 for sgd, 0.001 for adamw)")
+    add("--lr", type=float, help="learning rate (default 2.0 for adadelta, 0.05 for sgd, 0.001 for adamw)")
     schedules = ["step", "cosine", "none"]
     add("--schedule", choices=schedules, default="step", help=f"schedule; step: times --gamma each epoch {default}")
     add("--gamma", type=float, default=0.7, help=f"factor of the step schedule {default}")
@@ -122,7 +122,7 @@ def evaluate(job: Job, net: nn.Module, images: Tensor, labels: Tensor) -> tuple[
 
 def optimizer_of(args: argparse.Namespace, net: nn.Module) -> torch.optim.Optimizer:
     """Create the optimizer selected on the command line."""
-    lr = {"adadelta": 1.0, "sgd": 0.05, "adamw": 0.001}[args.optimizer] if args.lr is None else args.lr
+    lr = {"adadelta": 2.0, "sgd": 0.05, "adamw": 0.001}[args.optimizer] if args.lr is None else args.lr
     if args.optimizer == "sgd":
         return torch.optim.SGD(net.parameters(), lr=lr, momentum=0.9)
     kind = torch.optim.Adadelta if args.optimizer == "adadelta" else torch.optim.AdamW

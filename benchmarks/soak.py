@@ -28,7 +28,7 @@ from app.checkpoint import load
 from orchestrate.files import private
 from orchestrate.files.paths import JobPaths
 
-STEPS_PER_EPOCH = 188  # with the default dataset and batch size
+STEPS_PER_EPOCH = 94  # with the default dataset and batch size
 FAULT_INTERVAL = (10, 25)  # steps of progress between two faults
 DISK_SIZE = 256 << 20  # bytes of the disk to fill; a checkpoint has 14 MB
 PROGRESS_TIMEOUT = 180.0  # seconds for a job to recover from a fault

@@ -21,7 +21,7 @@ LOOK_INTERVAL = 10.0  # seconds between two looks whether training has begun
 SETUP_BYTES = 512
 # Seconds for which workers must have been sampled, and connected, for a verdict: of what a group exchanges shortly
 # before its end, the last samples see nothing on a busy machine.
-MIN_SAMPLED, MIN_CONNECTED = 2.0, 5.0
+MIN_SAMPLED, MIN_CONNECTED = 2.0, 3.0
 _LIGHTNING = (
     "do not set `devices` and `num_nodes` of the Trainer; for LightningCLI, add --trainer.num_nodes "
     "'$GROUP_WORLD_SIZE' --trainer.devices '$LOCAL_WORLD_SIZE'; with Fabric, use fabric.setup()"

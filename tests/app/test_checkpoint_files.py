@@ -53,11 +53,11 @@ def test_a_save_must_remove_the_remains_of_a_killed_one_before_it_writes(tmp_pat
 def test_saves_must_leave_no_open_file_and_no_thread_behind(tmp_path):
     store = saved(tmp_path, None)
     before = len(os.listdir("/proc/self/fd")), threading.active_count()
-    for step in (2, 3):
+    for step in range(2, 7):
         store.save(state(step), step)
         store.wait()
         assert store.newest()
-    assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == before
+    assert len(os.listdir("/proc/self/fd")) <= before[0] and threading.active_count() <= before[1]
 
 
 def test_tensors_of_the_same_name_must_be_kept_apart_even_if_shape_or_type_change(tmp_path):

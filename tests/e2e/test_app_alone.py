@@ -87,7 +87,7 @@ def test_the_original_mnist_files_must_be_read_from_a_folder(tmp_path):
     done = train(tmp_path, "--dataset", "mnist", "--epochs", "1")
     assert done.returncode == 0, done.stderr
     (record,) = [line for line in (tmp_path / "job" / "metrics.jsonl").read_text().splitlines() if "epoch" in line][-1:]
-    assert json.loads(record)["step"] == 8  # 500 images, 64 at a time
+    assert json.loads(record)["step"] == 4  # 500 images, 128 at a time
 
 
 def test_a_folder_without_mnist_must_be_refused_without_a_download(tmp_path):

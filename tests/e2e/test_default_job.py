@@ -42,7 +42,7 @@ def test_the_default_job_must_resume_from_its_checkpoint_after_a_failure(cli, no
     assert job.end(300) == 0, job.err
     assert job.causes() == [(1, "killed")]
     (step,) = re.findall(r"resumed after step (\d+), in epoch", cli.log(0))
-    assert int(step) % 188 == 0  # steps per epoch
+    assert int(step) % 94 == 0  # steps per epoch
     check_trained(cli.run_dir())
 
 

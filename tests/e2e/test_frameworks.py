@@ -20,7 +20,7 @@ SCRIPTS = {  # example: a file that exists once its first checkpoint is complete
     "compiled": ("last.pt", ("--epochs", "12")),
     "lightning_trainer": ("last.ckpt", EPOCHS),
     "lightning_fabric": ("last.ckpt", EPOCHS),
-    "accelerate_loop": ("last", EPOCHS),
+    "accelerate_loop": ("last", ("--epochs", "10")),
     "hf_trainer": ("*/trainer_state.json", EPOCHS),
     "deepspeed_zero": ("latest", ("--epochs", "10")),
     "nanogpt": ("ckpt.pt", ("--max_iters=200", "--eval_interval=10", "--out_dir=$JOB_DIR/checkpoints")),

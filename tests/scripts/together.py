@@ -1,4 +1,4 @@
-"""Compute with torch for three seconds: alone, or in a group whose workers do nothing else or add up tensors.
+"""Compute with torch for four seconds: alone, or in a group whose workers do nothing else or add up tensors.
 
 `together.py alone|group|sums`.
 """
@@ -12,7 +12,7 @@ import torch.distributed as dist
 how, tensor = sys.argv[1], torch.ones(4096)
 if how != "alone":
     dist.init_process_group("gloo")
-end = time.monotonic() + 3
+end = time.monotonic() + 4
 while True:
     done = torch.tensor([float(time.monotonic() > end)])
     if how == "sums":

@@ -12,7 +12,7 @@ from orchestrate.job.report import text
 from orchestrate.job.spec import JobSpec
 from orchestrate.supervise.world import CHECK_AFTER, are_isolated
 
-ALONE = Use(exchanged=848, connected=5.0, sampled=7.0, gpu=False, torch=True)
+ALONE = Use(exchanged=848, connected=3.0, sampled=5.0, gpu=False, torch=True)
 TOGETHER = dataclasses.replace(ALONE, exchanged=100_000)
 STRICT = JobSpec(trainers=2, grace=0.01, require_communication=True)
 
@@ -24,7 +24,7 @@ STRICT = JobSpec(trainers=2, grace=0.01, require_communication=True)
         ([ALONE, TOGETHER], False),
         ([TOGETHER, ALONE], True),  # rank 0 may host the store, to which all connect
         ([ALONE, dataclasses.replace(ALONE, exchanged=0, connected=0.0)], True),
-        ([ALONE, dataclasses.replace(ALONE, connected=4.5)], None),  # it may just have begun
+        ([ALONE, dataclasses.replace(ALONE, connected=2.5)], None),  # it may just have begun
         ([ALONE, dataclasses.replace(ALONE, sampled=1.0)], None),
         ([ALONE, None], None),
         ([ALONE], None),
