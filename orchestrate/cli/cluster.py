@@ -137,8 +137,7 @@ def bring_up(engine: Engine, spec: JobSpec, runs: Path, code: Path | None = None
     inventory, own = engine.inventory(spec, paths.nodes, run_image=True)
     placement = dataclasses.replace(own, cluster=name, code=str(code or Path.cwd()), keep=spec.keep or 0.0)
     cluster_plan = plan(spec, inventory, placement, name, port(placement.network, 0))
-    if cluster_plan.crowd:
-        print_message(cluster_plan.crowd)
+    warn_of_crowd(cluster_plan)
     store.create(spec, cluster_plan, paths)
     cluster = Cluster(paths, spec, cluster_plan)
     try:
@@ -148,6 +147,13 @@ def bring_up(engine: Engine, spec: JobSpec, runs: Path, code: Path | None = None
         take_down(engine, cluster, 0)
         raise
     return cluster, session
+
+
+def warn_of_crowd(plan: Plan) -> None:
+    """Print a warning if a plan has too many workers per core."""
+    if plan.is_crowded:
+        counts = f"{plan.world_size} workers on {pluralize(len(plan.inventory.cores), 'core')}"
+        print_message(f"warning: {counts}: with torch, each node takes 200 MiB of memory or more")
 
 
 def keep(engine: Engine, spec: JobSpec, runs: Path, own: Placement, job_id: str) -> Placement:

@@ -133,13 +133,9 @@ class Plan:
         return len(self.workers)
 
     @property
-    def crowd(self) -> str:
-        """A warning if it has so many workers per core that this is likely a mistake; otherwise empty."""
-        cores = len(self.inventory.cores)
-        if self.world_size <= CROWD * max(1, cores):
-            return ""
-        counts = f"{self.world_size} workers on {pluralize(cores, 'core')}"
-        return f"warning: {counts}: with torch, each node takes 200 MiB of memory or more"
+    def is_crowded(self) -> bool:
+        """Whether it has so many workers per core that this is likely a mistake."""
+        return self.world_size > CROWD * max(1, len(self.inventory.cores))
 
     @property
     def _is_open(self) -> bool:

@@ -30,7 +30,7 @@ from orchestrate.pages.spans import ENDING, OTHER, RESTARTING, STARTING, STOPPED
 from orchestrate.view.progress import MAX_LINE, Epochs, Reader
 from orchestrate.view.progress import Progress as Printed
 
-SHOWN = 0.05  # seconds of what is listed: less is 0.0 s
+SHOWN = 0.05  # seconds lost that are listed: less is 0.0 s
 FEW = 10  # points in metrics.jsonl; of curves with fewer, the log may have more
 LOG = re.compile(r"rank-([0-9]{1,7})\.log")
 MAX_RANKS = 8  # logs that are searched for metrics, if rank 0 has printed none
@@ -79,8 +79,9 @@ class Run:
             "repeated": f"repeating {pluralize(self.progress.repeated, 'step')} after restarts",
         }
         lost = {text: sum(span.seconds for span in self.spans if span.kind == kind) for kind, text in LOST.items()}
+        lost = {text: seconds for text, seconds in lost.items() if seconds >= SHOWN}
         found = {text: self._working[part] for part, text in names.items()} | lost
-        return [(text, seconds) for text, seconds in found.items() if seconds >= SHOWN]
+        return [(text, seconds) for text, seconds in found.items() if seconds > 0]
 
     @property
     def not_counted(self) -> str:

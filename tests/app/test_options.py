@@ -42,7 +42,7 @@ def test_the_same_arguments_must_give_the_same_losses(first_loss):
         (("--augment",), ()),
         (("--seed", "2"), ()),
         (("--lr", "0.01"), ()),
-        (("--batch-size", "32"), ()),
+        (("--batch-size", "64"), ()),
         (("--model", "mnist", "--dropout", "0"), ("--model", "mnist")),
     ],
     ids=" ".join,

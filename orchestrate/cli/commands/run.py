@@ -76,8 +76,8 @@ def start(args: argparse.Namespace, dry: bool) -> int:
     job_plan = plan(spec, inventory, placement, job_id, port(placement.network, 0))
     if args.script is None and not args.file and spec.command == APP and Path.cwd() != PROJECT:
         print_message(f"no script given: this is the example, {APP[1]}; yours: {args.command} SCRIPT.py")
-    if job_plan.crowd and not job_plan.placement.keep:  # said before its nodes were started
-        print_message(job_plan.crowd)
+    if not job_plan.placement.keep:  # otherwise said before its nodes were started
+        cluster.warn_of_crowd(job_plan)
     if dry:
         out(job_plan.to_json() if getattr(args, "json", False) else job_plan)
         return errors.SUCCEEDED
