@@ -62,7 +62,7 @@ def test_accumulated_gradients_must_match_those_of_the_whole_batch(mnist, single
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["manual", "ddp"])
+@pytest.mark.parametrize("strategy", [pytest.param("manual", marks=pytest.mark.exhaustive), "ddp"])
 def test_all_workers_together_must_evaluate_the_saved_weights_on_every_image_once(mnist, tmp_path, strategy):
     arguments = ("--model", "batchnorm", "--strategy", strategy, "--dtype", "float64", "--epochs", "1")
     ok(train(mnist, tmp_path, 2, *arguments))
@@ -193,7 +193,9 @@ def kept(mnist, tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("step", [5, 7, pytest.param(12, marks=pytest.mark.exhaustive)])  # in an epoch, at its end
+@pytest.mark.parametrize(
+    "step", [7, *(pytest.param(step, marks=pytest.mark.exhaustive) for step in (5, 12))]
+)  # in an epoch
 def test_a_run_that_was_killed_and_resumed_must_equal_an_uninterrupted_one(mnist, kept, tmp_path, step):
     killed = tmp_path / "killed"  # of three workers: sums of two do not depend on the order
     killed_at(mnist, killed, step, *RESUMED)

@@ -63,6 +63,7 @@ def test_plain_compose_with_the_nvidia_runtime_must_train(nvidia_runtime, nothin
         subprocess.run([*compose, "down", "--volumes"], cwd=ROOT, env=env, check=True, capture_output=True)
 
 
+@pytest.mark.exhaustive
 def test_every_worker_must_evaluate_its_own_part_of_the_test_set(cli, mnist, nothing_left):
     (cli.folder / "evaluate_share.py").write_text(
         f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"

@@ -24,7 +24,9 @@ FOLDER = 'a:b $HOME ${A:-b} it\'s "so" \\ \n\té😀 \x01:ro'
 
 
 @pytest.mark.docker
-@pytest.mark.parametrize("name", [FOLDER, "-a", " a "])
+@pytest.mark.parametrize(
+    "name", [FOLDER, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("-a", " a "))]
+)
 def test_a_job_must_run_in_a_folder_with_any_name(cli, docker_engine, nothing_left, name):
     """Under the orchestrator, and with Compose alone."""
     cli.folder /= name

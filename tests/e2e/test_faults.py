@@ -50,7 +50,7 @@ def test_a_killed_worker_must_restart_the_gang_from_its_checkpoint(ready, engine
         ]
 
 
-@pytest.mark.parametrize("node", ["trainer-2", "master"])
+@pytest.mark.parametrize("node", [pytest.param("trainer-2", marks=pytest.mark.exhaustive), "master"])
 def test_a_node_that_dies_must_be_replaced(cli, engine, node):
     job = Background(cli, engine, "--", "count.py", "until-asked")
     rank = 0 if node == "master" else 2
@@ -64,7 +64,9 @@ def test_a_node_that_dies_must_be_replaced(cli, engine, node):
 
 @pytest.mark.docker
 @pytest.mark.parametrize(
-    "command", [["rm", "-f"], ["stop", "-t", "1"], ["restart", "-t", "0"]], ids=["rm", "stop", "restart"]
+    "command",
+    [["rm", "-f"], *(pytest.param(how, marks=pytest.mark.exhaustive) for how in (["stop", "-t1"], ["restart", "-t0"]))],
+    ids=" ".join,
 )
 def test_a_node_that_a_user_removes_must_be_replaced_within_the_restart_budget(
     cli, docker_engine, nothing_left, command

@@ -20,7 +20,7 @@ SCRIPTS = {  # example: a file that exists once its first checkpoint is complete
     "compiled": ("last.pt", ("--epochs", "12")),
     "lightning_trainer": ("last.ckpt", EPOCHS),
     "lightning_fabric": ("last.ckpt", EPOCHS),
-    "accelerate_loop": ("last", ("--epochs", "10")),
+    "accelerate_loop": ("last", EPOCHS),
     "hf_trainer": ("*/trainer_state.json", EPOCHS),
     "deepspeed_zero": ("latest", ("--epochs", "10")),
     "nanogpt": ("ckpt.pt", ("--max_iters=200", "--eval_interval=10", "--out_dir=$JOB_DIR/checkpoints")),
@@ -30,7 +30,6 @@ SCRIPTS = {  # example: a file that exists once its first checkpoint is complete
         (*TORCHVISION, "--epochs=10", "--output-dir=$JOB_DIR", "--resume=$JOB_DIR/checkpoint.pth"),
     ),
 }
-ALWAYS = "accelerate_loop"  # the others run with --all
 PACKAGES = {"deepspeed_zero": ["deepspeed"]}  # which the tests do without
 COMPILER = {"compiled": ["g++"], "deepspeed_zero": ["g++", "ninja"]}
 WARNING = "warning: the {} workers exchanged no data: if they train, each trained its own model"
@@ -52,11 +51,9 @@ def finished(cli, trainers: int = 1) -> set[str]:
     return digests
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "script",
-    [name if name == ALWAYS else pytest.param(name, marks=pytest.mark.exhaustive) for name in SCRIPTS],
-)
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_a_frameworks_script_must_train_one_model_and_resume_after_a_kill(scripts, nothing_left, script):
     packages = [name for name in PACKAGES.get(script, ()) if importlib.util.find_spec(name) is None]
     if missing := packages + [name for name in COMPILER.get(script, ()) if shutil.which(name) is None]:

@@ -85,6 +85,7 @@ def test_an_image_must_be_built_from_a_dockerfile_without_root_and_secrets(insta
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_nodes_that_are_up_must_not_be_used_once_their_dockerfile_has_changed(installing, docker_engine, nothing_left):
     file = installing.folder / "Dockerfile"
     file.write_text("FROM orchestrate-node:0.1\nENV FROM_IMAGE=first\n")

@@ -97,6 +97,7 @@ def train(cli, engine, *arguments: str) -> Background:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.any_engine
 def test_sigterm_must_make_the_app_save_at_one_step_and_lose_none(cli, engine):
     job = train(cli, engine)

@@ -13,10 +13,10 @@ from orchestrate.job.spec import IMAGE
 
 CHANGES = {  # changes to the project's image
     "elsewhere": "ENV PATH=/nowhere",
-    "none": "USER root\nRUN rm -rf /opt/venv /usr/bin/python3* /usr/local/bin/python3*",
+    "none": "USER root\nRUN rm -rf /opt/venv/bin /usr/bin/python3* /usr/local/bin/python3*",
     "stuck": "USER root\nRUN rm -f /opt/venv/bin/python && "
     "printf '#!/bin/sh\\nsleep 1000\\n' > /opt/venv/bin/python && chmod +x /opt/venv/bin/python",
-    "old": "USER root\nRUN rm -rf /opt/venv /usr/bin/python3* /usr/local/bin/python3* && "
+    "old": "USER root\nRUN rm -rf /opt/venv/bin /usr/bin/python3* /usr/local/bin/python3* && "
     "printf '#!/bin/sh\\nprintf \"3 8\"\\n' > /usr/bin/python3 && chmod +x /usr/bin/python3",
 }
 TORCH = "import torch\nprint('cuda', torch.cuda.is_available())\n"

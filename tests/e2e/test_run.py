@@ -300,7 +300,7 @@ def test_the_users_own_app_must_take_precedence_over_the_projects(cli, engine):
     assert cli.log(0) == "mine\n"
 
 
-@pytest.mark.parametrize("warm", ["true", "false"])
+@pytest.mark.parametrize("warm", ["true", pytest.param("false", marks=pytest.mark.exhaustive)])
 def test_a_pinned_worker_must_be_bound_to_its_cores(cli, engine, warm):
     workers = min(2, len(os.sched_getaffinity(0)))
     (cli.folder / "train.py").write_text(

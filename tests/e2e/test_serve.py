@@ -25,6 +25,7 @@ while not (folder / "finish").exists():
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.skipif(not CHROMIUM, reason="no Chromium")
 def test_a_browser_must_follow_a_job_to_its_report_and_compare_it(cli, nothing_left):

@@ -150,6 +150,7 @@ def test_a_cluster_in_use_must_not_take_a_second_job_or_go_down(up, cli, engine)
     assert json.loads((first / "report.json").read_text())["outcome"] == "stopped"
 
 
+@pytest.mark.exhaustive
 def test_a_job_on_a_cluster_must_survive_failures(up, cli, engine):
     cluster = up()
     job = Background(cli, engine, "--", "count.py", "until-asked")

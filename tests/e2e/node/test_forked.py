@@ -171,7 +171,13 @@ print(os.wait()[1] >> 8)
 
 
 @pytest.mark.parametrize(
-    ("device", "does", "found"), [("/", "uses", 1), ("/none", "uses", 0), ("/", "nothing", 0), ("/", "opens", 1)]
+    ("device", "does", "found"),
+    [
+        ("/", "uses", 1),
+        pytest.param("/none", "uses", 0, marks=pytest.mark.exhaustive),
+        ("/", "nothing", 0),
+        pytest.param("/", "opens", 1, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_cuda_that_was_used_before_a_fork_must_be_detected_if_there_are_gpus(device, does, found):
     done = subprocess.run([sys.executable, "-c", USE_CUDA, device, does], capture_output=True, text=True, check=True)

@@ -36,6 +36,7 @@ def test_the_default_job_must_reach_the_same_accuracy_on_several_hosts(cli, swar
     assert not records.need(cli.run_dir()).key
 
 
+@pytest.mark.exhaustive
 def test_a_script_written_for_torchrun_must_run_unchanged(cli, swarm):
     shutil.copy(ROOT / "examples" / "allreduce.py", cli.folder)
     done = cli("run", "--engine", "swarm", "--gpus", "none", "--trainers", "2", "--", "allreduce.py")
@@ -147,6 +148,7 @@ def test_files_still_on_hosts_when_the_outcome_is_decided_must_be_copied(cli, sw
         assert (cli.run_dir() / "checkpoints" / f"rank-{rank}").read_text() == "150"
 
 
+@pytest.mark.exhaustive
 def test_leftovers_of_a_dead_orchestrator_must_be_listed_and_removed(cli, swarm):
     job = Job(cli, swarm, "--", "count.py", "100000", trainers=5)
     job.until_step(10, rank=5)
@@ -167,7 +169,13 @@ def test_leftovers_of_a_dead_orchestrator_must_be_listed_and_removed(cli, swarm)
     assert not cli("stop", name, "--dry-run").stdout
 
 
-@pytest.mark.parametrize("event", ["nodes_starting", "nodes_up", "generation_started"])
+@pytest.mark.parametrize(
+    "event",
+    [
+        *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("nodes_starting", "nodes_up")),
+        "generation_started",
+    ],
+)
 def test_ctrl_c_at_any_moment_must_leave_nothing(cli, swarm, event):
     job = Job(cli, swarm, "--", "count.py", "100000")
     job.until(event)
@@ -175,6 +183,7 @@ def test_ctrl_c_at_any_moment_must_leave_nothing(cli, swarm, event):
     assert (job.end(60), cli.report()["outcome"]) == (130, "stopped")
 
 
+@pytest.mark.exhaustive
 def test_a_host_without_the_image_must_be_reported_by_name(cli, swarm):
     first = swarm.hosts[0]
     (cli.folder / "Dockerfile").write_text("FROM orchestrate-node:0.1\nLABEL only=here\n")
@@ -189,6 +198,7 @@ def test_a_host_without_the_image_must_be_reported_by_name(cli, swarm):
         first.docker("image", "rm", "lonely:1")
 
 
+@pytest.mark.exhaustive
 def test_a_constraint_that_no_host_meets_must_be_reported(cli, swarm):
     done = cli("run", "--engine", "swarm", "--set", "constraints=node.labels.gpu == a100", "--gpus", "none")
     assert done.returncode == 3

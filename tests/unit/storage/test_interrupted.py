@@ -22,7 +22,7 @@ LONG = 1100  # failed rounds in an outage: about nine hours; a float overflows i
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["file", "rclone"])
+@pytest.mark.parametrize("kind", ["file", pytest.param("rclone", marks=pytest.mark.exhaustive)])
 def test_a_process_that_is_killed_at_any_step_must_leave_a_complete_set(request, tmp_path, saved, elsewhere, kind):
     """Another process continues; in between, a job finds the old files or the new ones, never a mixture."""
     if kind == "rclone":
