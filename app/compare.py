@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from app import data
+from app import data, strategy
 
 COLUMNS = ("strategy", "workers", "seconds", "samples/s", "accuracy", "speed-up")
 
@@ -69,18 +69,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m app.compare", description="Compare the strategies.")
     numbers = "numbers of workers for manual and ddp (default 1 2 4)"
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4], help=numbers)
+    names = "strategies to compare (default all)"
+    parser.add_argument("--strategies", choices=strategy.NAMES, nargs="+", default=strategy.NAMES, help=names)
     parser.add_argument("--out", type=Path, default=Path("compare"), help="output folder (default compare)")
     argv = sys.argv[1:]
     separator = argv.index("--") if "--" in argv else len(argv)
     args, arguments = parser.parse_args(argv[:separator]), argv[separator + 1 :]
     if "--dataset" not in arguments:
         data.load("digits", data.HOME, download=False)  # generated before the first measurement
-    runs = [("single", 1), ("dp", 1)] + [(name, count) for name in ("manual", "ddp") for count in args.workers]
+    counts = {"single": [1], "dp": [1]}
+    runs = [(name, count) for name in args.strategies for count in counts.get(name, args.workers)]
     rows: list[dict[str, Any]] = []
-    for strategy, workers in runs:
-        row = run(strategy, workers, arguments)
+    for name, workers in runs:
+        row = run(name, workers, arguments)
         rows.append(row | {"speed-up": rows[0]["seconds"] / row["seconds"] if rows else 1.0})
-        print(f"{strategy} × {workers}: {row['seconds']:.1f} s", file=sys.stderr, flush=True)
+        print(f"{name} × {workers}: {row['seconds']:.1f} s", file=sys.stderr, flush=True)
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "results.json").write_text(json.dumps(rows) + "\n")
     (args.out / "table.md").write_text(table(rows))

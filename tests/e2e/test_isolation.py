@@ -296,7 +296,7 @@ def test_the_job_of_another_user_must_be_left_alone(cli, docker_engine, nothing_
 # --- children of workers
 
 
-@pytest.mark.parametrize("warm", ["true", "false"])
+@pytest.mark.parametrize("warm", ["true", pytest.param("false", marks=pytest.mark.exhaustive)])
 def test_children_of_a_worker_must_not_outlive_its_node(cli, engine, warm):
     (cli.folder / "parent.py").write_text(
         "import colorsys, os, signal\nsignal.signal(15, signal.SIG_IGN)\npid = os.fork()\n"

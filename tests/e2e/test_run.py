@@ -100,6 +100,7 @@ def test_the_written_job_file_must_run_the_same_job_again(cli, engine):
     assert json.loads(cli.log(2))["args"] == ["again"]
 
 
+@pytest.mark.any_engine
 def test_ranks_must_follow_the_numbers_of_more_than_nine_trainers(cli, engine):
     done = run(cli, engine, "--trainers", "10", "--", "probe.py")
     assert done.returncode == 0, done.stderr

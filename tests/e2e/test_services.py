@@ -138,12 +138,17 @@ def test_isolated_nodes_must_have_no_way_out_and_labels_must_be_set(cli, docker_
         "print('default routes', sum(line.split()[1] == '00000000' for line in routes))\n"
     )
     (cli.folder / "meets.py").write_text(
-        "import looks, torch.distributed as dist\ndist.init_process_group('gloo')\ndist.barrier()\n"
+        "import looks, os, socket, time\nrank = os.environ['RANK']\n"
+        "if rank == '0':\n    with socket.create_server(('', 5005)) as server: server.accept()[0].sendall(b'met')\n"
+        "while rank == '1':\n"
+        "    try:\n        print(socket.create_connection((os.environ['MASTER_ADDR'], 5005)).recv(3))\n        break\n"
+        "    except ConnectionRefusedError: time.sleep(0.1)\n"
     )
     labels = ("--set", f"labels={{team: a$b, cost/center: {os.getpid()}}}")
     for how, routes in (["--isolated", "meets.py"], 0), (["looks.py"], 1):
         done = cli("run", *OPTIONS, *labels, *how)
         assert done.returncode == 0 and f"default routes {routes}" in done.stdout, done.stderr
+        assert ("[1] b'met'" in done.stdout) == ("--isolated" in how)
     assert cli("up", *OPTIONS[:4], "--gpus", "none", *labels, "--set", "warm=false").returncode == 0
     filters = ("--filter", "label=team=a$b", "--filter", f"label=cost/center={os.getpid()}")
     assert docker("ps", "--quiet", *filters).count("\n") == 2

@@ -113,7 +113,15 @@ def test_all_nodes_that_vanish_without_a_supervisor_must_be_replaced(cli, engine
     assert_succeeded(job, 2)
 
 
-@pytest.mark.parametrize("phase", ["nodes_starting", "nodes_up", "generation_starting", "generation_started"])
+@pytest.mark.parametrize(
+    "phase",
+    [
+        "nodes_starting",
+        pytest.param("nodes_up", marks=pytest.mark.exhaustive),
+        pytest.param("generation_starting", marks=pytest.mark.exhaustive),
+        "generation_started",
+    ],
+)
 def test_a_job_whose_orchestrator_dies_during_the_start_must_be_startable(cli, engine, phase):
     job = Background(cli, engine, "--", "count.py", "60")
     eventually(lambda: job.events(phase))

@@ -224,6 +224,7 @@ def test_a_job_must_train_on_the_network_of_the_hosts(cli, swarm):
     assert all(cli.log(rank).endswith(f"rank {rank} of 4: the ranks add up to 6\n") for rank in RANKS)
 
 
+@pytest.mark.exhaustive
 def test_doctor_must_report_three_healthy_hosts(cli, swarm):
     done = cli("doctor")
     assert done.returncode == 0, done.stdout
