@@ -100,7 +100,7 @@ def test_a_script_whose_framework_does_not_see_the_job_must_be_warned_about(scri
     """As it was for each of them before: two models, and success."""
     (scripts.folder / "train.py").write_text(
         "import time\nimport torch\nfrom accelerate import Accelerator\n"
-        "model = Accelerator().prepare(torch.nn.Linear(16, 16))\nend = time.monotonic() + 3\n"
+        "model = Accelerator().prepare(torch.nn.Linear(16, 16))\nend = time.monotonic() + 6\n"
         "while time.monotonic() < end:\n    model(torch.randn(8, 16)).sum().backward()\n"
     )
     run = ("run", "--engine", "process", "--trainers", "1", "-e", "ACCELERATE_USE_CPU=false")

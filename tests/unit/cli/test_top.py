@@ -123,7 +123,7 @@ def test_a_supervisor_must_write_only_while_it_is_asked(paths):
     before = len(os.listdir("/proc/self/fd"))
     assert not usage.asked(paths) and usage.read(paths) == (0.0, {})
     usage.ask(paths)
-    assert usage.asked(paths) and len(os.listdir("/proc/self/fd")) == before
+    assert usage.asked(paths) and len(os.listdir("/proc/self/fd")) <= before
     usage.write(paths, {1: Activity("R", 1.5, 7)})
     when, found = usage.read(paths)
     assert when > 1e9 and found == {1: Activity("R", 1.5, 7)}

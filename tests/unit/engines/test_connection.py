@@ -358,7 +358,7 @@ def test_only_a_socket_must_be_connected_to_and_no_link_be_followed_to_another_n
                 connect(tmp_path / name, KEY)
         with pytest.raises(NotADirectoryError):
             connect(tmp_path / "folder" / "other", KEY)
-        assert len(os.listdir("/proc/self/fd")) == before
+        assert len(os.listdir("/proc/self/fd")) <= before
 
 
 def test_connect_must_refuse_a_listener_that_is_not_the_node(tmp_path):
@@ -396,4 +396,4 @@ def test_a_port_must_be_free_and_below_the_ephemeral_range(monkeypatch):
 def test_trying_a_socket_must_leave_nothing_behind_and_fail_where_none_can_be(tmp_path):
     before = len(os.listdir("/proc/self/fd"))
     assert sockets.possible(tmp_path) and not sockets.possible(tmp_path / "none")
-    assert not [*tmp_path.iterdir()] and len(os.listdir("/proc/self/fd")) == before
+    assert not [*tmp_path.iterdir()] and len(os.listdir("/proc/self/fd")) <= before

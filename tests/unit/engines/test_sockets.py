@@ -107,7 +107,7 @@ def test_the_folder_of_a_jobs_sockets_must_belong_to_the_nodes_also_when_some_ar
         sockets.share(tmp_path / "sockets", "{}:{}".format(*user))
     found = (tmp_path / "sockets").stat()
     assert (found.st_uid, found.st_gid, stat.S_IMODE(found.st_mode)) == (*user, 0o700)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 def test_a_link_in_place_of_the_folder_of_a_jobs_sockets_must_be_refused(tmp_path):

@@ -186,7 +186,7 @@ def test_a_folder_that_cannot_be_opened_must_leave_no_file_open(tmp_path):
     before = len(os.listdir("/proc/self/fd"))
     for below in ("missing", "x/missing", "x/link"):
         assert job_folder.entries(below) == []
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 # --- limits
@@ -354,7 +354,7 @@ def test_set_id_bits_must_be_removed_whatever_names_and_modes_a_job_uses(tmp_pat
     if not ROOT or not closed_to:
         before = len(os.listdir("/proc/self/fd"))
         folder.harmless(job_folder)
-        assert len(os.listdir("/proc/self/fd")) == before
+        assert len(os.listdir("/proc/self/fd")) <= before
     else:  # modes do not restrict root, so run it as another user
         os.chown(job_folder, 65534, 65534)
         for _, folders, names, here in os.fwalk(job_folder):

@@ -136,7 +136,7 @@ def test_a_process_that_reuses_the_id_of_an_ended_supervisor_must_not_be_signall
         assert not later.ask_to_stop()
     before = len(os.listdir("/proc/self/fd"))
     assert found.ask_to_stop()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
     assert other.wait(60) == -signal.SIGTERM
     forbid_signals(monkeypatch)
     assert not found.ask_to_stop()

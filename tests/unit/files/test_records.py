@@ -211,7 +211,7 @@ def test_using_a_record_must_leave_no_file_open(kept, run):
     assert records.inode_in(run, "job") == (run / "job").stat().st_ino
     (run / "link").symlink_to("job")
     assert records.inode_in(run, "link") == (run / "link").lstat().st_ino
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 def test_a_damaged_record_must_be_ignored(kept, run):
@@ -224,7 +224,7 @@ def test_a_damaged_record_must_be_ignored(kept, run):
     with file.open("r+b") as opened:
         opened.truncate(300 << 30)
     assert records.find(run) is None
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 # --- jobs

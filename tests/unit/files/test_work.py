@@ -76,7 +76,7 @@ def test_a_copy_must_leave_no_file_open(tree, monkeypatch):
         tree.write(f"{number}.py", "x" * number)
     before = len(os.listdir("/proc/self/fd"))
     tree.copy()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 def test_a_copy_must_be_writable_and_keep_its_time_and_rights_but_no_set_user_id(tree):

@@ -202,7 +202,7 @@ def test_a_folder_with_any_content_must_be_emptied(job, tmp_path):
     nest(job, "e")
     before = len(os.listdir("/proc/self/fd"))
     wipe([str(job)], {str(job / "socket")})
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
     assert [path.name for path in job.iterdir()] == ["socket"]
     assert (tmp_path / "secret").exists()
 
@@ -321,5 +321,5 @@ def test_only_regular_files_must_be_opened(tmp_path):
     for flags in (os.O_RDONLY, os.O_RDWR | os.O_CREAT):
         with pytest.raises(OSError, match="not a regular file"):
             opened(str(tmp_path / "fifo"), flags)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
     assert clear(str(tmp_path)) == []
