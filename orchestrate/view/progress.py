@@ -82,7 +82,7 @@ def parse(line: str) -> Progress | None:
     line = line[-MAX_LINE:]
     if not DIGIT.search(line):
         return None
-    for pattern, sign in (BAR, "|"), (RICH, "•"):
+    for pattern, sign in (BAR, "["), (RICH, "•"):
         if sign in line and (bars := [*pattern.finditer(line)]):
             return _of_bar(bars[-1], line[bars[-2].end() if bars[1:] else 0 : bars[-1].start()])
     if "{" in line and (found := _of_dict_at_end(WRAPPED.sub(r"\1", line))):
