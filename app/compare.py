@@ -15,9 +15,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from app import data
+from app import data, strategy
 
-STRATEGIES = ("single", "dp", "manual", "ddp")
 COLUMNS = ("strategy", "workers", "seconds", "samples/s", "accuracy", "speed-up")
 
 
@@ -71,7 +70,7 @@ def main() -> None:
     numbers = "numbers of workers for manual and ddp (default 1 2 4)"
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4], help=numbers)
     names = "strategies to compare (default all)"
-    parser.add_argument("--strategies", choices=STRATEGIES, nargs="+", default=STRATEGIES, help=names)
+    parser.add_argument("--strategies", choices=strategy.NAMES, nargs="+", default=strategy.NAMES, help=names)
     parser.add_argument("--out", type=Path, default=Path("compare"), help="output folder (default compare)")
     argv = sys.argv[1:]
     separator = argv.index("--") if "--" in argv else len(argv)

@@ -16,7 +16,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from app.job import Job
 
-NAMES = ("single", "manual", "dp", "ddp")
+NAMES = ("single", "dp", "manual", "ddp")
 
 
 class Strategy:

@@ -70,8 +70,8 @@ class JobFiles:
     def heard(self, found: Progress) -> None:
         """Take what a line of the output says about the progress of the job."""
         self._printed.take(found)
-        if found.step is not None and not found.bar:
-            self._reached(found.step)
+        if (step := found.of_job) is not None:
+            self._reached(step)
 
     def step(self) -> int:
         """Return the highest `step` in metrics.jsonl and in the output, or 0."""

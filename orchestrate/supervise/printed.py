@@ -29,9 +29,9 @@ class Printed:
     def take(self, found: Progress) -> None:
         """Take what a line says."""
         metrics = dict(found.metrics)
-        if found.step is not None and not found.bar:
-            self.step = max(self.step, found.step)
-            metrics["step"] = found.step
+        if (step := found.of_job) is not None:
+            self.step = max(self.step, step)
+            metrics["step"] = step
         self.lines += bool(metrics)
         for name, value in metrics.items():
             if math.isfinite(value):

@@ -72,6 +72,11 @@ class Progress:
     epoch: int | None = None  # whose steps a bar counts, as far as it says so
 
     @property
+    def of_job(self) -> int | None:
+        """The step, unless it may start again."""
+        return None if self.bar else self.step
+
+    @property
     def fraction(self) -> float | None:
         """Part of the steps that are done, from 0 to 1."""
         return min(1.0, self.step / self.total) if self.step is not None and self.total else None

@@ -63,7 +63,7 @@ class Rank:
     def take(self, found: Progress, now: float) -> None:
         """Take progress from a line or from metrics; what it does not say stays as it is."""
         old = self.progress
-        if found.step is not None and not found.bar:
+        if found.of_job is not None:
             self.exact = True
         elif found.step is not None:
             of_epoch = self.epochs.over(found) > 0 or found.epoch is not None
