@@ -2,9 +2,9 @@
 
     python -u zygote.py SOCKET NODE_PID PADDING MODULE…
 
-A separate program that uses only the standard library, since workers inherit what it imports. It reports over the
-socket whether it is ready. After that, each message describes a worker to start, `{"command", "env", "cwd"}`, with the
-descriptors of its output and, if it has one, its input; the answer is its process id. The node adopts and reaps it.
+A separate program that uses only the standard library, since workers inherit what it imports. It reports whether it is
+ready. Then each message describes a worker to start, `{"command", "env", "cwd"}`, with the descriptors of its output
+and, if it has one, its input; the answer is its process id. The node adopts and reaps it.
 
 Modules of the job's folder are imported only after the node sends `GO`, when its network has the filter. Nothing else
 is imported from there. Each worker reads its own message, so its content, such as a secret in the environment, is never
@@ -23,6 +23,7 @@ STARTED = set(sys.modules)  # modules that every interpreter imports at its star
 import atexit
 import contextlib
 import ctypes
+import functools
 import gc
 import importlib
 import importlib.machinery
@@ -48,9 +49,9 @@ LOST_OUTPUT = 120  # Python's exit code if it cannot flush stdout or stderr
 DEVICES = ("/dev/nvidiactl", "/dev/dxg")  # one of them exists if there are GPUs; the latter on WSL
 UNIFIED = "/dev/nvidia-uvm"  # the device for unified memory
 PRELOADED: set[str] = set()  # the modules that were imported before the fork
+BEFORE_FORK: list[Callable[[], None]] = []  # steps that undo what is only for modules imported before it
 libc = ctypes.CDLL(None)
 ENVIRONMENT = dict(os.environ)  # before an imported module changes it
-
 # Variables that take effect when an interpreter or a library starts; a worker with other values is not forked.
 STARTUP = ("PYTHON", "PYTORCH", "TORCH", "LD_", "MALLOC_", "GLIBC_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_")
 LATER = ("TORCHELASTIC_", "TORCH_NCCL_", "OMP_NUM_THREADS", "PYTHONUNBUFFERED")  # take effect later, or are set here
@@ -63,13 +64,35 @@ def load(modules: list[str]) -> str:
             importlib.import_module(name)
         except BaseException as error:  # workers can start without the zygote
             return f"{name} cannot be imported: {type(error).__name__}: {error}"
+        if name == "torch":
+            ask_in_child("is_available", bool)
+            ask_in_child("device_count", int)
     return ""
 
 
-def from_job_folder(name: str) -> bool:
-    """Whether a module is not installed, so that it can only come from the job's folder."""
+def ask_in_child(name: str, kind: type[int]) -> None:
+    """Let a child answer when a module asks torch.cuda for GPUs: that opens them, and they do not survive a fork."""
+    cuda = sys.modules["torch"].cuda
+    function = getattr(cuda, name)
+
+    def ask() -> int:
+        if PRELOADED:  # a module has kept this function
+            return kind(function())
+        if not (pid := os.fork()):
+            try:
+                os._exit(function())
+            finally:
+                os._exit(0)
+        return kind(os.WEXITSTATUS(os.waitpid(pid, 0)[1]))
+
+    setattr(cuda, name, ask)
+    BEFORE_FORK.append(functools.partial(setattr, cuda, name, function))
+
+
+def exists(name: str) -> bool:
+    """Whether a module can be found, which imports the packages that contain it."""
     try:
-        return importlib.util.find_spec(name.partition(".")[0]) is None
+        return importlib.util.find_spec(name) is not None
     except (ImportError, ValueError):
         return False
 
@@ -79,6 +102,8 @@ def settle() -> str:
     gc.enable()
     gc.collect()
     PRELOADED.update(sys.modules)
+    for restore in BEFORE_FORK:
+        restore()
     gc.freeze()  # the collector would write to every object, and so copy its page
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         finalizer.atexit = False  # a worker does not finalize modules that were imported here; see `finish`
@@ -94,26 +119,19 @@ def used_cuda() -> bool:
     """Whether CUDA was used before the fork, by torch or by any other library; runs in a forked child.
 
     torch records calls such as cudaGetDeviceCount, after which a forked process cannot initialize CUDA; without a GPU
-    that is harmless. For other libraries, check for the device for unified memory, which CUDA opens and NVML does not.
+    that is harmless. Other libraries have opened the device for unified memory, as NVML does, too.
     """
     torch = sys.modules.get("torch")
     with contextlib.suppress(AttributeError):
         if torch is not None and torch.cuda._is_in_bad_fork() and any(map(os.path.exists, DEVICES)):
             return True
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            if os.readlink(f"/proc/self/fd/{name}").startswith(UNIFIED):
-                return True
-    return False
+    return any(os.path.realpath(f"/proc/self/fd/{name}").startswith(UNIFIED) for name in os.listdir("/proc/self/fd"))
 
 
 def startup_variables(env: dict[str, str]) -> dict[str, str]:
-    """The variables that take effect at start.
-
-    An empty entry in PYTHONPATH means the working directory, and has no effect if that is searched first anyway.
-    """
+    """The variables that take effect at start."""
     found = {name: value for name, value in env.items() if name.startswith(STARTUP) and not name.startswith(LATER)}
-    if "PYTHONPATH" in found and sys.path[0] == os.getcwd():
+    if "PYTHONPATH" in found and sys.path[0] == os.getcwd():  # which an empty entry means, without effect then
         found["PYTHONPATH"] = os.pathsep.join(filter(None, found["PYTHONPATH"].split(os.pathsep)))
     return found
 
@@ -122,16 +140,9 @@ def like_fresh(command: list[str], env: dict[str, str]) -> bool:
     """Whether a forked worker would behave like a fresh one: equal startup variables, no shadowed module."""
     if startup_variables(env) != startup_variables(ENVIRONMENT):
         return False
-    if command[0] == "-m":
-        try:
-            found = importlib.util.find_spec(command[1]) if len(command) > 1 else None
-        except (ImportError, ValueError):
-            found = None
-        if found is None:
-            return False
-    elif not command[0].endswith(".py") or not os.path.isfile(command[0]):
-        return False
-    return not any(shadows(entry) for entry in os.scandir(sys.path[0]))
+    script = command[0].endswith(".py") and os.path.isfile(command[0])
+    known = exists(command[1]) if command[0] == "-m" and command[1:] else script
+    return known and not any(shadows(entry) for entry in os.scandir(sys.path[0]))
 
 
 def shadows(entry: os.DirEntry[str]) -> bool:
@@ -206,7 +217,6 @@ def run(command: list[str]) -> NoReturn:
         code = error.code
     except BaseException as error:
         code = show(trimmed(error))
-        del error
     finish(status(code))
 
 
@@ -258,9 +268,8 @@ def show(error: BaseException) -> object:
 def finish(code: int) -> NoReturn:
     """Exit as Python does, but do not finalize modules that were imported before the fork: torch takes a second for it.
 
-    Waits for threads, calls exit handlers, finalizes the objects of the script and of the modules that it has imported,
-    and flushes all files. No destructor of a C++ library runs. Exceptions in these steps are printed, and do not
-    change the exit code; output that cannot be written does.
+    Waits for threads, calls exit handlers, finalizes objects of the script and of modules that it has imported, and
+    flushes all files. Exceptions are printed; only output that cannot be written changes the exit code.
     """
     try:
         if code:
@@ -297,12 +306,14 @@ def drop_new_modules() -> None:
         sys.modules.pop(name, None)
 
 
-def run_step(step: Callable[[], Any]) -> None:
-    """Call `step`, and report what it raises."""
+def run_step(step: Callable[[], Any], thing: object = None) -> bool:
+    """Call `step`, and report what it raises, as about `thing`; return whether it raised nothing."""
     try:
         step()
     except BaseException as error:
-        report(error, step)
+        report(error, thing or step)
+        return False
+    return True
 
 
 def report(error: BaseException, thing: object) -> None:
@@ -319,15 +330,8 @@ def report(error: BaseException, thing: object) -> None:
 
 def flush_output() -> bool:
     """Flush stdout and stderr as Python does at its end; return whether all output was written."""
-    good = True
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            if stream is not None and not getattr(stream, "closed", False):
-                stream.flush()
-        except BaseException as error:
-            report(error, stream)
-            good = False
-    return good
+    streams = [one for one in (sys.stdout, sys.stderr) if one is not None and not getattr(one, "closed", False)]
+    return all([run_step(lambda one=one: one.flush(), one) for one in streams])  # type: ignore[misc]
 
 
 def flush() -> None:
@@ -340,10 +344,9 @@ def flush() -> None:
 
 
 def fork(control: socket.socket, node: int) -> int:
-    """Fork the worker that the next message is for; return its id.
+    """Fork the worker that the next message is for, orphaned so that the node adopts it; return its id.
 
-    A double fork orphans the worker, and the node adopts it as the nearest subreaper. Raises ValueError if the worker
-    has not read its message.
+    Raises ValueError if it has not read the message.
     """
     reader, writer = os.pipe()
     between = os.fork()
@@ -356,8 +359,7 @@ def fork(control: socket.socket, node: int) -> int:
         os.write(writer, READ)
         for descriptor in (reader, writer, control.detach()):
             os.close(descriptor)
-        message = json.loads(data)
-        become(message["command"], message["env"], message["cwd"], node, *descriptors)
+        become(*map(json.loads(data).get, ("command", "env", "cwd")), node, *descriptors)
     os.close(writer)
     os.waitpid(between, 0)
     with os.fdopen(reader, "rb") as pipe:
@@ -375,12 +377,11 @@ def main() -> None:
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     libc.prctl(PR_SET_DUMPABLE, 0)  # workers run as the same user, and must not write to the memory of the zygote
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # so that torch.cuda.is_available() does not initialize CUDA
     gc.disable()
     if not (safe := getattr(sys.flags, "safe_path", False)):
         del sys.path[0]
     control, node, modules = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]), sys.argv[4:]
-    later = [name for name in modules if from_job_folder(name)]
+    later = [name for name in modules if not exists(name.partition(".")[0])]  # only the job's folder can have them
     why = load([name for name in modules if name not in later])
     if later and not why and control.recv(1) != GO:
         return

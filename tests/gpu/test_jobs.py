@@ -82,8 +82,8 @@ def test_too_few_gpus_must_be_refused_before_anything_is_made(gpu_cli, gpu_engin
     more, one = str(len(gpus) + 1), ("--engine", gpu_engine, "--trainers", "0")
     for options, error in (
         (("--gpus", more), f"--gpus {more}: {available}: {gpus[0].id}"),
-        (("--gpus", "all", "--trainers", str(len(gpus))), f"{more} workers need {more} GPUs, and {available}"),
-        (("--gpus", "all", *SHARED, "--nproc-per-node", more), f"{more} workers need {more} GPUs, and {available}"),
+        (("--gpus", "all", "--trainers", str(len(gpus))), f"{more} workers need {more} GPUs, but {available}"),
+        (("--gpus", "all", *SHARED, "--nproc-per-node", more), f"{more} workers need {more} GPUs, but {available}"),
     ):
         done = gpu_cli("run", *one[: 2 if "--trainers" in options else None], *options, "--", "cuda_sum.py")
         assert (done.returncode, done.stdout) == (4, "")

@@ -151,6 +151,39 @@ def test_workers_must_be_started_as_fresh_processes_if_forking_is_not_possible(t
     assert node.out.read_text().splitlines()[0] == f"[node] starting a fresh interpreter for each worker: {why}"
 
 
+# A stand-in for torch on a machine with GPUs, where asking for them starts a thread that does not survive a fork.
+TORCH = """
+import threading, types
+def is_available():
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+    return True
+def device_count():
+    is_available()
+    raise RuntimeError
+cuda = types.SimpleNamespace(is_available=is_available, device_count=device_count, _is_in_bad_fork=lambda: False)
+set_num_threads = int
+"""
+ASK = "from torch import cuda\nfound, kept = (cuda.is_available(), cuda.device_count()), cuda.is_available\n"
+SHOW = """
+import sys
+print('asks' in sys.modules)
+import asks
+print(asks.found, asks.kept(), asks.cuda.is_available.__module__)
+"""
+
+
+def test_a_preloaded_module_that_asks_torch_for_gpus_must_not_prevent_forking(tmp_path):
+    installed, job = tmp_path / "installed", tmp_path / "job"
+    installed.mkdir()
+    job.mkdir()
+    (installed / "torch.py").write_text(TORCH)
+    (job / "asks.py").write_text(ASK)
+    node = Waiting(job, "torch asks", PYTHONPATH=str(installed))
+    assert node.run(0, SHOW) == 0
+    assert node.log(0) == "True\n(True, 0) True torch\n"
+    node.end()
+
+
 USE_CUDA = """
 import os, sys
 from orchestrate.node import zygote
