@@ -45,16 +45,21 @@ def heading(name: str) -> str:
     )
 
 
+def number(value: float) -> str:
+    """A measured value with four digits, and without an exponent."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}" if value >= 0.0001 else "0"
+
+
 def section(name: str, result: dict[str, Any]) -> str:
     """One benchmark: description, figures and plot."""
     lines = [f"## {heading(name)}", "", result["about"], ""]
     misses = [label for label, value in result["ratios"].items() if met(label, value) is False]
     if misses and name in REASONS:
         lines += [f"Missed: {REASONS[name]}".replace(". ", ".\n"), ""]
-    lines += ["| measurement | median | lowest | highest |", "| --- | --- | --- | --- |"] if result["values"] else []
+    lines += ["| measurement | median | lowest | highest | runs |", f"|{' --- |' * 5}"] if result["values"] else []
     for what, (values, unit) in result["values"].items():
-        middle, low, high = statistics.median(values), min(values), max(values)
-        lines.append(f"| {what} | {middle:.4g} {unit} | {low:.4g} | {high:.4g} |")
+        middle, low, high = map(number, (statistics.median(values), min(values), max(values)))
+        lines.append(f"| {what} | {middle} {unit} | {low} | {high} | {len(values)} |")
     lines += ["", "| figure (target) | value | met |", "| --- | --- | --- |"] if result["ratios"] else []
     for label, value in result["ratios"].items():
         lines.append(f"| {label} | {value:.3g} | {({True: 'yes', False: 'no', None: ''})[met(label, value)]} |")

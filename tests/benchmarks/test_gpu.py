@@ -24,7 +24,8 @@ from benchmarks import (
 )
 
 pytestmark = pytest.mark.exhaustive
-RESULT = {"about": "What it is.", "values": {"one": [[2.0, 1.0, 3.0], "s"]}, "ratios": {"to the other (≤ 1.5)": 1.25}}
+VALUES = {"one": [[2.0, 1.0, 3.0], "s"], "two": [[2.5e-5, 1e6], "/s"]}
+RESULT = {"about": "What it is.", "values": VALUES, "ratios": {"to the other (≤ 1.5)": 1.25}}
 MACHINE = {"cpus": 16, "GPUs": "1 × NVIDIA H200", "commit": "0123456789"}
 
 
@@ -215,9 +216,10 @@ Benchmarks that miss a target come first.
 
 What it is.
 
-| measurement | median | lowest | highest |
-| --- | --- | --- | --- |
-| one | 2 s | 1 | 3 |
+| measurement | median | lowest | highest | runs |
+| --- | --- | --- | --- | --- |
+| one | 2 s | 1 | 3 | 3 |
+| two | 500,000 /s | 0 | 1,000,000 | 2 |
 
 | figure (target) | value | met |
 | --- | --- | --- |

@@ -21,6 +21,7 @@ from support.waiting import eventually
 NODE = str(ROOT / "orchestrate" / "node")
 PIPE = str(ROOT / "orchestrate" / "node" / "pipe.py")
 PRELOAD = "colorsys"  # a module that nothing else imports: if it is already imported, the worker was forked
+IS_FORKED = f"import sys\nprint('{PRELOAD}' in sys.modules)"
 BEFORE = f"""
 import runpy, sys
 sys.path.insert(0, {str(ROOT)!r})
