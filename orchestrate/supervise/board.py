@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import logging
 import math
 import os
 import queue
 import sys
 import threading
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from orchestrate.files.lines import Lines
 from orchestrate.files.paths import METRICS, JobPaths
 from orchestrate.job.metrics import TOTAL, measurements
+from orchestrate.supervise.tfevents import EventFile
 from orchestrate.view.progress import Epochs, Progress
 
 log = logging.getLogger(__name__)
@@ -32,13 +31,13 @@ PATTERN = "events.out.tfevents.*"
 
 
 class Board:
-    """Writes metrics as they come; writes nothing if the package tensorboard is not installed."""
+    """Writes metrics as they come."""
 
     def __init__(self, paths: JobPaths, hide: Callable[[str], str]) -> None:
         """Continue after the metrics that an earlier supervisor has seen; `hide` removes secrets from their names."""
         self.paths, self.hide, self.lines = paths, hide, Lines()
-        self.available = importlib.util.find_spec("tensorboard") is not None
-        self.writer: Any = None
+        self.works = True
+        self.file: EventFile | None = None
         self.names: set[str] = set()
         self.step = -1.0  # of the job, the last one that is known
         self.count = 0  # the step of the last metrics, whether it is that of the job or a number
@@ -46,16 +45,15 @@ class Board:
         self.queue: queue.SimpleQueue[Progress] = queue.SimpleQueue()
         self.ending = threading.Event()
         self.thread: threading.Thread | None = None
-        if self.available and any(paths.root.glob(PATTERN)):
+        if any(paths.root.glob(PATTERN)):
             self.step = math.inf  # the job may repeat steps
             with contextlib.suppress(OSError), paths.folder.open(METRICS) as file:
                 self.lines.skip(file, 0)
 
     def __enter__(self) -> Board:
-        """Write in a thread from now on: to import TensorBoard takes seconds on a busy machine."""
-        if self.available:
-            self.thread = threading.Thread(target=self._run, daemon=True)
-            self.thread.start()
+        """Write in a thread from now on, which a slow disk may keep waiting."""
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -66,20 +64,20 @@ class Board:
 
     def heard(self, found: Progress) -> None:
         """Take what a line of rank 0 says about its progress."""
-        if self.available and found.metrics and self.queue.qsize() < MAX_QUEUED:
+        if self.works and found.metrics and self.queue.qsize() < MAX_QUEUED:
             self.queue.put(found)
 
     def _run(self) -> None:
         ended = False
-        while not ended and self.available:
+        while not ended and self.works:
             ended = self.ending.wait(INTERVAL)
             try:
                 self.catch_up()
-                if ended and self.writer:
-                    self.writer.close()
-            except Exception:  # a version with another interface, a full disk
+                if ended and self.file:
+                    self.file.close()
+            except OSError:  # a full disk
                 log.warning("no TensorBoard events", exc_info=True)
-                self.available = False
+                self.works = False
 
     def catch_up(self) -> None:
         """Write what was taken since the last call, and what the script has written to metrics.jsonl.
@@ -96,8 +94,8 @@ class Board:
                 step = values.pop("step", None)
                 values.pop(TOTAL, None)
                 self._write(step if type(step) is int and 0 <= step < MAX_STEP else None, values)
-        if self.writer:
-            self.writer.flush()
+        if self.file:
+            self.file.flush()
 
     def _heard(self, found: Progress) -> None:
         """Write what a line says; steps of a bar are those of the job if it names the epoch."""
@@ -115,17 +113,11 @@ class Board:
         self.names.update(list(numbers)[: MAX_NAMES - len(self.names)])
         if not (numbers := {name: value for name, value in numbers.items() if name in self.names}):
             return
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # only here: it takes time to import
-        from tensorboard.compat.proto.summary_pb2 import Summary
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
-
-        if not self.writer:
-            self.writer = EventFileWriter(str(self.paths.root))
+        if not self.file:
+            self.file = EventFile(self.paths.root)
         if repeated:  # the job continues from a checkpoint, and repeats the steps after it
-            session = SessionLog(status=SessionLog.START)
-            self.writer.add_event(Event(wall_time=time.time(), step=self.count, session_log=session))
-        points = [Summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
-        self.writer.add_event(Event(wall_time=time.time(), step=self.count, summary=Summary(value=points)))
+            self.file.start(self.count)
+        self.file.scalars(self.count, numbers)
 
     def _name(self, name: str) -> str:
         return self.hide(name)[:MAX_NAME].encode(errors="replace").decode()

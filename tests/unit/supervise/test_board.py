@@ -52,7 +52,7 @@ def test_output_that_comes_faster_than_it_is_written_must_not_fill_the_memory(pa
 def test_the_last_metrics_of_a_job_must_be_written_at_its_end(paths):
     write(paths, {"step": 1, "loss": 0.5})
     with Board(paths, str) as board:
-        eventually(lambda: board.writer)  # it waits for more
+        eventually(lambda: board.file)  # it waits for more
         write(paths, {"step": 2, "loss": 0.25})
     assert curves(paths.root) == {"loss": [(1, 0.5), (2, 0.25)]}
 
@@ -126,7 +126,7 @@ def test_events_that_cannot_be_written_must_be_given_up_without_harm(paths):
     board = Board(paths, str)
     board.heard(Progress(1, metrics={"loss": 0.5}))
     finished(board)
-    assert not board.available
+    assert not board.works
 
 
 def test_the_end_of_a_job_must_close_its_events(paths):
