@@ -10,7 +10,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
-from importlib import metadata
 
 from orchestrate.console import during
 from orchestrate.files import private, records
@@ -96,6 +95,8 @@ def store(key: list[str], value: str) -> None:
 @during("testing the GPUs with torch")
 def gpu_problem(gpus: Sequence[Gpu]) -> str:
     """Return why this interpreter's torch cannot use the GPUs; empty if it can, or if torch is not installed."""
+    from importlib import metadata  # only here: it takes time to import
+
     try:
         version = metadata.version("torch")
     except metadata.PackageNotFoundError:

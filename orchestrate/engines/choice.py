@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from orchestrate.console import print_message
+from orchestrate.engines.swarm import unsupported
 from orchestrate.errors import EngineLost, OrchestrateError, ResourceError
 from orchestrate.job.spec import JobSpec
 
@@ -22,9 +23,10 @@ def select_engine(spec: JobSpec) -> Engine:
     """Return the engine of a job; `auto` falls back to local processes without Docker Engine and Compose.
 
     If Docker is running but unusable, for example over TLS, that is an error: a job meant for a container would run
-    with all rights of its user.
+    with all rights of its user. Raises UsageError for settings that a Swarm does not support.
     """
     if spec.engine == "swarm":
+        unsupported.check(spec)
         return _swarm()
     if spec.engine != "process":
         try:

@@ -9,10 +9,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
-from xml.etree import ElementTree
+from typing import TYPE_CHECKING, Any
 
 from orchestrate.job.cores import PCI, near
+
+if TYPE_CHECKING:  # otherwise only where it is used: it takes time to import
+    from xml.etree.ElementTree import Element
 
 BUSY = 0.05  # fraction of its memory above which a GPU counts as in use; the driver alone takes less
 # Additional bytes for a desktop on the same GPU, whose processes a container does not see.
@@ -93,17 +95,19 @@ def read(listing: str, details: str) -> tuple[Gpu, ...]:
 
     Both may come from a container and are untrusted; unexpected details are skipped.
     """
+    from xml.etree.ElementTree import Element
+
     elements, driver = _elements(details)
     found: dict[str, list[Gpu]] = {}  # by UUID: a GPU, followed by its instances
-    whole, element = Gpu(id="", index=0), ElementTree.Element("gpu")
+    whole, element = Gpu(id="", index=0), Element("gpu")
     for number, name, uuid in islice(LINE.findall(listing), MAX_GPUS_READ):
         if uuid.startswith("GPU-"):
-            element = elements.get(uuid, ElementTree.Element("gpu"))
+            element = elements.get(uuid, Element("gpu"))
             whole = _with_memory(_whole(uuid, int(number), name, element, driver), element)
             found.setdefault(uuid, [whole])
         elif whole.id and uuid not in {gpu.id for gpu in found[whole.id]}:
             place, parts = len(found[whole.id]) - 1, element.findall("mig_devices/mig_device")
-            part = parts[place] if place < len(parts) else ElementTree.Element("mig_device")
+            part = parts[place] if place < len(parts) else Element("mig_device")
             found[whole.id].append(_with_memory(replace(whole, id=uuid), part))
     for uuid, gpus in found.items():  # in MIG mode, only the instances of a GPU can be used
         mode = elements[uuid].findtext("mig_mode/current_mig") if uuid in elements else ""
@@ -111,7 +115,7 @@ def read(listing: str, details: str) -> tuple[Gpu, ...]:
     return tuple(gpu for gpus in found.values() for gpu in gpus)
 
 
-def _whole(uuid: str, number: int, name: str, element: ElementTree.Element, driver: str) -> Gpu:
+def _whole(uuid: str, number: int, name: str, element: Element, driver: str) -> Gpu:
     bus = element.get("id", "")
     return Gpu(
         id=uuid,
@@ -174,24 +178,26 @@ def _output(command: tuple[str, ...]) -> str:
     return (done.stdout + done.stderr).decode(errors="replace")
 
 
-def _elements(details: str) -> tuple[dict[str, ElementTree.Element], str]:
+def _elements(details: str) -> tuple[dict[str, Element], str]:
     """XML elements of the GPUs by UUID, and the driver version."""
+    from xml.etree.ElementTree import ParseError, fromstring
+
     text = details[details.find("<nvidia_smi_log") :]  # without the document type, which could define entities
     try:
-        root = ElementTree.fromstring(text[: text.rfind(">") + 1] or "<nothing/>")
-    except ElementTree.ParseError:
+        root = fromstring(text[: text.rfind(">") + 1] or "<nothing/>")
+    except ParseError:
         return {}, ""
     driver = root.findtext("driver_version", "")
     named = {gpu.findtext("uuid", ""): gpu for gpu in root.findall("gpu")}
     return named, driver if re.fullmatch(r"[\d.]{1,20}", driver) else ""
 
 
-def _with_memory(gpu: Gpu, element: ElementTree.Element) -> Gpu:
+def _with_memory(gpu: Gpu, element: Element) -> Gpu:
     used, total = (_bytes(element, f"fb_memory_usage/{name}") for name in ("used", "total"))
     return replace(gpu, used=used, total=total)
 
 
-def _bytes(element: ElementTree.Element, path: str) -> int:
+def _bytes(element: Element, path: str) -> int:
     """An amount of memory in bytes; 0 if it is `N/A`."""
     match = re.fullmatch(r"\s*(\d{1,9}) MiB\s*", element.findtext(path, ""))
     return int(match[1]) << 20 if match else 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import statistics
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -175,6 +174,8 @@ def _pace(plan: Plan, metrics: Iterable[dict[str, Any]]) -> list[dict[str, Any]]
     A script reports them in metrics.jsonl as `rank_seconds`, a number for each rank: the mean of a few steps, without
     the time spent waiting for other ranks.
     """
+    import statistics  # only here: it takes time to import
+
     rows = [row for values in metrics if plain(row := values.get(PACE)) and isinstance(row, list)]
     rows = [row for row in rows if len(row) == plan.world_size and all(map(is_number, row))]
     if len(rows) < MIN_ROWS:

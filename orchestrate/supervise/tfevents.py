@@ -1,6 +1,6 @@
 """A file of TensorBoard events: records of TFRecord, each with an `Event` of protocol buffers.
 
-To import TensorBoard for this would double the CPU time of a short job. The format is TensorFlow's: core/util/event.proto,
+To import TensorBoard would double the CPU time of a short job. The format is that of TensorFlow: core/util/event.proto,
 core/framework/summary.proto and core/lib/io/record_writer.h.
 """
 

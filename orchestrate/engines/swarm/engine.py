@@ -13,7 +13,6 @@ from orchestrate.engines.swarm import service_spec
 from orchestrate.engines.swarm.manager import Manager, gpus, total_gpus
 from orchestrate.engines.swarm.session import SwarmSession
 from orchestrate.engines.swarm.upload import code_files
-from orchestrate.errors import UsageError
 from orchestrate.files.paths import code_folder
 from orchestrate.job.plan import Inventory, Placement, Plan, pluralize
 from orchestrate.job.preload import preload
@@ -31,14 +30,12 @@ class SwarmEngine:
 
     def prepare(self, spec: JobSpec, run: Path) -> None:
         """Build or pull the images of the nodes and of the relay."""
-        self._check(spec)
         ensure_image(self.manager.daemon, spec)
         if spec.image != IMAGE:
             ensure_image(self.manager.daemon, JobSpec())
 
     def inventory(self, spec: JobSpec, run: Path, run_image: bool) -> tuple[Inventory, Placement]:
         """Count hosts, cores and GPUs; raises ResourceError if something is missing."""
-        self._check(spec)
         code = code_folder(spec.command)
         check_link(spec.command[0], code / spec.chdir)
         code_files(code, run.parent.parent)  # raises ResourceError if they are too large
@@ -92,19 +89,3 @@ class SwarmEngine:
     def remove(self, job_id: str, grace: float) -> None:
         """Remove everything with the job's label, and wait until Swarm has released it."""
         self.manager.remove(job_id, grace)
-
-    def _check(self, spec: JobSpec) -> None:
-        if spec.pin or spec.share_gpus or spec.virtual_local_rank:
-            why = "Docker Swarm does not support pin, share_gpus and virtual_local_rank"
-            raise UsageError(why, "remove them; use cpus to limit cores")
-        if spec.keep:
-            raise UsageError("Docker Swarm does not support keep", "use up, which starts nodes that stay up")
-        if spec.data or spec.mounts:
-            raise UsageError(
-                "Docker Swarm does not support data and mounts", "use volume: a folder that all hosts share"
-            )
-        if spec.ports or spec.services or spec.stdin:
-            raise UsageError("Docker Swarm does not support ports, services and stdin", "remove them")
-        if spec.pip or spec.dockerfile:
-            hint = "build an image that contains the packages, push it, and use --image"
-            raise UsageError("Docker Swarm does not support pip, requirements and dockerfile", hint)

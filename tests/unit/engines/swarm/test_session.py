@@ -13,6 +13,7 @@ from support.messages import encoded, message
 from support.plans import Site
 from support.swarm_nodes import SPEC, connected, down, job, state, three_nodes
 
+from orchestrate.engines.choice import select_engine
 from orchestrate.engines.swarm import engine as engine_module
 from orchestrate.engines.swarm import session as swarm
 from orchestrate.engines.swarm.engine import SwarmEngine
@@ -105,11 +106,9 @@ UNSUPPORTED: dict[str, list[dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize(("names", "settings"), [(names, one) for names, all in UNSUPPORTED.items() for one in all])
-def test_settings_that_a_swarm_does_not_support_must_be_refused(stub, code, tmp_path, names, settings):
-    engine, spec = SwarmEngine(), JobSpec(**settings)
-    for action in (lambda: engine.prepare(spec, tmp_path), lambda: engine.inventory(spec, tmp_path, run_image=False)):
-        with pytest.raises(UsageError, match=f"^Docker Swarm does not support {names}$"):
-            action()
+def test_settings_that_a_swarm_does_not_support_must_be_refused_before_it_is_asked(names, settings):
+    with pytest.raises(UsageError, match=f"^Docker Swarm does not support {names}$"):
+        select_engine(JobSpec(engine="swarm", **settings))
 
 
 def test_code_that_is_too_large_must_be_refused_before_anything_is_started(stub, code, tmp_path):
