@@ -5,13 +5,6 @@
 ARG BASE_IMAGE=python:3.12.15-slim-bookworm@sha256:34386ef0cb081344d7ec1c103ba398e6e9f64e9ab3a1509accc92a4e24a07258
 FROM scratch AS wheels
 
-# For `docker compose --profile tensorboard up tensorboard`.
-FROM ${BASE_IMAGE} AS tensorboard
-RUN --mount=type=secret,id=ca,required=false \
-    if [ -s /run/secrets/ca ]; then export PIP_CERT=/run/secrets/ca; fi; \
-    python3 -m venv /opt/venv && /opt/venv/bin/pip install --no-cache-dir tensorboard "setuptools<81"
-ENTRYPOINT ["/opt/venv/bin/tensorboard", "--logdir=/runs", "--host=0.0.0.0", "--port=6006"]
-
 FROM ${BASE_IMAGE}
 ARG TORCH_INDEX=
 

@@ -1,19 +1,14 @@
 """Plain `docker compose up`, without the orchestrator: trainers must form one gang, in Compose's order."""
 
-import contextlib
 import json
 import os
 import re
 import subprocess
-import urllib.request
 
 import pytest
 from support.leftovers import docker
 from support.repo import ROOT, SCRIPTS
 from support.waiting import eventually
-
-from orchestrate.engines.ports import free_port
-from orchestrate.supervise.board import Board
 
 pytestmark = pytest.mark.docker
 CPU = ("--profile", "cpu")
@@ -196,27 +191,3 @@ def test_scaling_a_service_of_an_inactive_profile_must_be_refused_by_name(projec
     done = project(*CPU, "up", "--scale", "trainer=3")
     assert done.returncode != 0
     assert "no such service: trainer: disabled" in done.stdout
-
-
-@pytest.mark.slow
-def test_tensorboard_must_show_the_metrics_of_all_jobs(project, paths):
-    (paths.shared / "metrics.jsonl").write_text('{"step": 1, "loss": 0.5}\n{"step": 2, "loss": 0.25}\n')
-    with Board(paths, str):
-        pass
-    port = str(free_port())
-    profile, env = ("--profile", "tensorboard"), {"RUNS": str(paths.root.parent), "TENSORBOARD_PORT": port}
-    started = project(*profile, "up", "--detach", "tensorboard", **env)
-    try:
-        assert started.returncode == 0, started.stdout
-        address = f"http://127.0.0.1:{port}/data/plugin/scalars/scalars?run={paths.root.name}&tag=loss"
-        found = eventually(lambda: curve(address))
-        assert [(step, value) for _, step, value in found] == [(1, 0.5), (2, 0.25)]
-    finally:
-        project(*profile, "down", "--volumes", "--timeout", "1", **env)
-
-
-def curve(address: str) -> list[list[float]]:
-    with contextlib.suppress(OSError), urllib.request.urlopen(address, timeout=10) as answer:
-        found: list[list[float]] = json.load(answer)
-        return found
-    return []
