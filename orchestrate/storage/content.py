@@ -27,8 +27,17 @@ class Unreadable(Exception):
 class Content:
     """The content of one file as a scan found it; methods raise Changed if it differs, Unreadable and Stopped."""
 
-    def __init__(self, folder: Folder, path: str, facts: Facts, stopped: Callable[[], bool]) -> None:
-        self.folder, self.path, self.facts, self.stopped = folder, path, facts, stopped
+    def __init__(
+        self,
+        folder: Folder,
+        path: str,
+        facts: Facts,
+        stopped: Callable[[], bool],
+        moved: Callable[[int], None] = lambda total: None,
+    ) -> None:
+        """`moved` is called after each piece with the number of bytes that were read so far, by all methods."""
+        self.folder, self.path, self.facts, self.stopped, self.moved = folder, path, facts, stopped, moved
+        self.total = 0
 
     def digest(self) -> str:
         """Return the SHA-256."""
@@ -55,6 +64,8 @@ class Content:
             left = self.facts.size
             while left and (piece := self._read(file, min(left, PIECE))):
                 left -= len(piece)
+                self.total += len(piece)
+                self.moved(self.total)
                 yield piece
             if left or Facts.of(os.fstat(file.fileno())) != self.facts:
                 raise Changed(f"{shown(self.path)} changed while it was copied")

@@ -18,9 +18,9 @@ from orchestrate.errors import StorageError, StorageLost
 from orchestrate.files import private
 from orchestrate.files.folder import content, write_whole
 from orchestrate.job.folders import cached_data
+from orchestrate.storage.base import Store, Version
 from orchestrate.storage.fetch import Progress, never, retry
 from orchestrate.storage.parallel import each
-from orchestrate.storage.store import Store, Version
 
 FILES = "files"  # the folder that nodes see
 INDEX = "index.json"  # version of each file
@@ -47,13 +47,16 @@ def fetch(
 
 def _update(store: Store, folder: Path, progress: Progress, lost: Callable[[StorageLost], None]) -> tuple[int, int]:
     wanted = {version.key: version for version in store.versions() if not version.key.endswith("/")}
+    above = {str(folder) for key in wanted for folder in PurePosixPath(key).parents}
+    for key in [key for key in above if key in wanted and not wanted[key].size]:
+        del wanted[key]  # the marker of a folder, as the web pages of stores create it
     if not wanted:
         raise StorageError(f"{store.url} has no objects", "check the URL")
     for key in wanted:
         if not key.isprintable() or not {"", ".", ".."}.isdisjoint(key.split("/")):
             raise StorageError(f"{store.url} has the object {ascii(key[:100])}, which is not a path", "rename it")
-        if within := next((str(above) for above in PurePosixPath(key).parents if str(above) in wanted), ""):
-            raise StorageError(f"{store.url} has objects {ascii(within)} and {ascii(key)}", "rename one of them")
+        if key in above:
+            raise StorageError(f"{store.url} has the object {ascii(key)}, and others below that name", "rename it")
     top = folder / FILES
     _make(top)
     _remove_others(folder, wanted)
@@ -61,7 +64,7 @@ def _update(store: Store, folder: Path, progress: Progress, lost: Callable[[Stor
     counts, counting = [0, 0], threading.Lock()
 
     def take(version: Version) -> None:
-        retry(lambda: _fetch(store, version.key, top), never, lost)
+        retry(lambda: _fetch(store, version, top), never, lost)
         with counting:
             have[version.key] = version.tag
             counts[:] = counts[0] + 1, counts[1] + version.size
@@ -115,15 +118,20 @@ def _make(folder: Path) -> None:
         folder.chmod(0o755)
 
 
-def _fetch(store: Store, key: str, top: Path) -> None:
-    """Fetch one file; a job that reads an earlier version keeps that."""
-    target = top / key
+def _fetch(store: Store, version: Version, top: Path) -> None:
+    """Fetch one file; a job that reads an earlier version keeps that. Raises StorageError if its size is another."""
+    target, left = top / version.key, version.size
     _make(target.parent)
     fresh = top.parent / f"{PART}{threading.get_ident()}"
     try:
         with open(fresh, "wb") as file:
-            for piece in store.read(key):
+            for piece in store.read(version.key):
+                left -= len(piece)
+                if left < 0:
+                    break
                 file.write(piece)
+        if left:
+            raise StorageError(f"{store.url}/{version.key} changed while it was fetched", "start the job again")
         fresh.chmod(0o644)
         fresh.replace(target)
     finally:

@@ -19,9 +19,9 @@ from pathlib import PurePosixPath
 
 from orchestrate.errors import StorageError, StorageLost
 from orchestrate.files.folder import Folder, remove
+from orchestrate.storage.base import Store
 from orchestrate.storage.manifest import Damaged, Entry, Manifest, checked, contents, intact
 from orchestrate.storage.parallel import Stopped, each
-from orchestrate.storage.store import Store
 
 log = logging.getLogger(__name__)
 

@@ -22,15 +22,15 @@ from orchestrate.files.folder import MAX_DEPTH
 from orchestrate.files.typed import decode, encode
 from orchestrate.node import checks
 from orchestrate.node.trees import hidden
+from orchestrate.storage.base import Store
 from orchestrate.storage.scan import MAX_FILES, MAX_PATH, MAX_SIZE
-from orchestrate.storage.store import Store
 
 log = logging.getLogger(__name__)
 
 VERSION = 1
 FILES, MANIFESTS = "files", "manifests"
 MAX_MANIFEST = 64 << 20  # bytes; enough for MAX_FILES paths of usual length
-MAX_NAME = 255  # bytes of a name, as on Linux
+MAX_NAME = 255  # bytes of a file's name, as on Linux; characters of the name of a job or process
 MAX_SHOWN = 150  # characters of each name in a key: with the digest, a folder can store it, and 1,024 bytes in S3
 MAX_KEY = 600  # characters of the path in a key
 NUMBER = re.compile(rf"{MANIFESTS}/(\d{{12}})\.json")
@@ -53,6 +53,11 @@ def _path(value: Any) -> str:
     if long or len(names) > MAX_DEPTH or any(name == "" or hidden(name) for name in names):
         return f" must be a relative path, not {checks.shown(value)}"
     return ""
+
+
+def _name(value: Any) -> str:
+    """Text that is short enough to be displayed."""
+    return "" if isinstance(value, str) and len(value) <= MAX_NAME else " must be a short text"
 
 
 def _digest(value: Any) -> str:
@@ -83,8 +88,8 @@ class Manifest:
 
     version: int
     sequence: Annotated[int, checks.up_to(10**12 - 1)]
-    job: Annotated[str, checks.any_text]
-    writer: Annotated[str, checks.any_text]  # unique for each process, so that it recognizes its own manifests
+    job: Annotated[str, _name]
+    writer: Annotated[str, _name]  # unique for each process, so that it recognizes its own manifests
     time: Annotated[float, checks.time]
     files: tuple[Entry, ...]
 

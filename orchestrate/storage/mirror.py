@@ -13,17 +13,18 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from orchestrate.errors import StorageError
 from orchestrate.files.folder import Folder
 from orchestrate.node.checks import shown
 from orchestrate.storage import manifest as manifests
+from orchestrate.storage.base import PART, Store
 from orchestrate.storage.content import Changed, Content, Unreadable
 from orchestrate.storage.manifest import Damaged, Entry, Manifest
 from orchestrate.storage.parallel import Stopped, each
 from orchestrate.storage.scan import Facts, Scan, scan
-from orchestrate.storage.store import PART, Store
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +44,7 @@ class State:
 
     files: int = 0
     bytes: int = 0
+    read: int = 0  # bytes, which also grows within a file, but not if it is read again
     pending_files: int = 0
     pending_bytes: int = 0
     skipped: tuple[str, ...] = ()  # paths that are not copied, with the reason
@@ -75,6 +77,7 @@ class Mirror:
         self._sequences: set[int] = set()  # of manifests in the store
         self._unwanted: set[str] = set()  # keys of objects to delete
         self._digests: dict[str, tuple[Facts, str]] = {}  # of files that this process has read
+        self._reached: dict[str, int] = {}  # bytes of each file that were read in the attempt that got furthest
         self._closing, self._aborted = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -154,7 +157,7 @@ class Mirror:
         self._update(pending_files=len(files), pending_bytes=_size(files))
 
         def take(path: str) -> None:
-            content = Content(self.folder, f"{self.below}/{path}", files[path], stopped)
+            content = Content(self.folder, f"{self.below}/{path}", files[path], stopped, partial(self._moved, path))
             try:
                 found.append(self._entry(path, content, old.get(path)))
             except Unreadable as error:
@@ -287,6 +290,13 @@ class Mirror:
         if text != self._state.error:
             log.warning("%s", text, exc_info=not expected)
         self._update(error=text, hint=getattr(error, "hint", ""))
+
+    def _moved(self, path: str, total: int) -> None:
+        """Count the bytes of a file that no earlier attempt has read."""
+        with self._changing:
+            more = max(0, total - self._reached.get(path, 0))
+            self._reached[path] = self._reached.get(path, 0) + more
+            self._state = replace(self._state, read=self._state.read + more)
 
     def _update(self, **changes: Any) -> None:
         with self._changing:

@@ -8,10 +8,10 @@ from orchestrate.errors import StorageError, StorageLost
 from orchestrate.files.folder import Folder
 from orchestrate.node.checks import shown
 from orchestrate.node.ranks import FENCE
+from orchestrate.storage.base import PART, Store
 from orchestrate.storage.content import Content
 from orchestrate.storage.parallel import each
 from orchestrate.storage.scan import Facts, scan
-from orchestrate.storage.store import PART, Store
 
 MAX_FAILURES = 10  # files that the store refuses until the others are not tried
 

@@ -14,7 +14,9 @@ from orchestrate.node.trees import hidden
 
 MAX_FILES = 100_000  # entries of a tree: its manifest is then about 40 MB
 MAX_PATH = 4000  # bytes of a path, so that it can be fetched into another folder: Linux opens up to 4,095
-MAX_SIZE = 5 << 40  # bytes of a file; S3 stores no larger ones
+MAX_SIZE = 256 << 30  # bytes of a file: its parts, of which several are in memory, take up to 30 MB
+HOLLOW = 1 << 30  # bytes from which on a file must not be sparse: a job can make one of any size, in no time
+SPARSE = 8  # times the size on the disk, which may compress files
 GONE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EINVAL)  # removed, or replaced by a link or a special file
 
 
@@ -82,6 +84,8 @@ def _take(entry: os.DirEntry[str], path: str, found: Scan, pending: list[str]) -
     elif length > MAX_PATH:
         found.skipped[shown(path)] = f"its path is longer than {MAX_PATH:,} bytes"
     elif status.st_size > MAX_SIZE:
-        found.skipped[shown(path)] = "larger than 5 TiB"
+        found.skipped[shown(path)] = f"larger than {MAX_SIZE >> 30} GiB"
+    elif status.st_size > max(HOLLOW, SPARSE * 512 * status.st_blocks):
+        found.skipped[shown(path)] = "a sparse file, which has much less content than its size"
     else:
         found.files[path] = Facts.of(status)

@@ -1,153 +1,16 @@
-"""Access to an object store: S3 and compatible ones, Google Cloud Storage, Azure, or a local folder (`file://`)."""
+"""Object stores, by their URLs."""
 
 from __future__ import annotations
 
-import contextlib
-import ipaddress
-import os
 import re
-from collections.abc import Iterable, Iterator
-from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple
-from urllib.parse import SplitResult, unquote, urlsplit
+from urllib.parse import SplitResult, urlsplit
 
-from orchestrate.errors import ResourceError, StorageError, StorageLost, UsageError
-from orchestrate.job.redact import Mask
-from orchestrate.storage.parallel import interruptible
-
-if TYPE_CHECKING:
-    from obstore.store import ObjectStore
+from orchestrate.errors import UsageError
+from orchestrate.storage.base import VARIABLES, Store
 
 SCHEMES = ("s3", "gs", "az", "file")
-PART = 5 << 20  # bytes of a part of an upload: the least that S3 accepts, so that little memory is used
-MAX_PARTS = 9_000  # of one upload; S3 accepts 10,000, so the parts of a large file are larger
-PARTS_AT_ONCE = 4  # parts of one file that are in memory and on their way
-MAX_OBJECTS = 1_000_000  # that are listed; more are not the copy of a job
-REQUEST_TIMEOUT = timedelta(minutes=5)  # of a part or a small file: a slow uplink must be able to send it
-READ_TIMEOUT = timedelta(minutes=1)  # without a byte of an answer
-DOWNLOAD_TIMEOUT = timedelta(days=7)  # of a whole file of any size; READ_TIMEOUT detects a server that is gone
-# Few retries here: the callers retry too, can be stopped while they wait, and report the error.
-RETRY = {"max_retries": 2, "retry_timeout": timedelta(seconds=10)}
 BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 PREFIX = re.compile(r"(/[A-Za-z0-9!_.*'()=+,-]+)*")  # means the same in every store and in a URL
-ANSWER = re.compile(r"<Code>([^<]*)</Code>(?:\s*<Message>([^<]*)</Message>)?")
-DENIED = re.compile(r"\b(401|403) |AccessDenied|SignatureDoesNotMatch|InvalidAccessKeyId|ExpiredToken")
-NO_CREDENTIALS = "169.254.169.254"  # where the library looks for a cloud machine's own credentials when none are set
-LOST = re.compile(r"error sending request|HTTP error|: 5\d\d |timed? ?out|429 ", re.IGNORECASE)
-MISSING = ("NoSuchKey", "404 Not Found", "not found: No such file")
-LOST_HINT = "check the network, and the endpoint if you have set one (AWS_ENDPOINT_URL)"
-HOST = re.compile(r" https?://(?:[^/\s@]*@)?([^/\s]+)")
-CAUSE = re.compile(r"[Cc]onnection \w+|dns error|timed out|invalid peer certificate: \w+", re.ASCII)  # in the details
-VARIABLES = {
-    "s3": "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION and AWS_ENDPOINT_URL"
-    ' (from a profile: eval "$(aws configure export-credentials --format env)")',
-    "gs": "GOOGLE_APPLICATION_CREDENTIALS",
-    "az": "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
-    "file": "the permissions of the folder",
-}
-
-
-class Version(NamedTuple):
-    """An object as it is now."""
-
-    key: str
-    size: int  # bytes
-    tag: str  # differs if the object has been replaced
-
-
-class Store:
-    """The objects below a URL; keys are relative to it. Methods raise StorageError, or StorageLost during an outage."""
-
-    def __init__(self, url: str, writer: ObjectStore, reader: ObjectStore) -> None:
-        self.url, self._writer, self._reader = url, writer, reader
-
-    def reach(self) -> None:
-        """Check that the objects can be listed."""
-        next(self.versions(), None)
-
-    def put(self, key: str, data: bytes) -> None:
-        """Store a small object, replacing one with the same key."""
-        import obstore
-
-        with self._errors(key):
-            interruptible(obstore.put, self._writer, key, data, use_multipart=False)
-
-    def put_stream(self, key: str, size: int, chunks: Iterator[bytes]) -> None:
-        """Store an object of `size` bytes in parts; it appears only once `chunks` ends without an exception.
-
-        Uses memory for `PARTS_AT_ONCE` parts. Exceptions of `chunks` are raised unchanged, except OSError and
-        ValueError.
-        """
-        import obstore
-
-        part = max(PART, -(-size // MAX_PARTS))
-        with self._errors(key):
-            options: Any = {"chunk_size": part, "max_concurrency": PARTS_AT_ONCE}
-            interruptible(obstore.put, self._writer, key, chunks, use_multipart=True, **options)
-
-    def create(self, key: str, data: bytes) -> None:
-        """Store a small object unless the key exists; a store without conditional writes replaces it.
-
-        Returns in either case: only reading the object shows whose it is, also after a lost answer.
-        """
-        import obstore
-        from obstore import exceptions
-
-        with self._errors(key):
-            try:
-                interruptible(obstore.put, self._writer, key, data, mode="create")
-            except (exceptions.AlreadyExistsError, exceptions.PreconditionError):
-                return
-            except exceptions.BaseError as error:
-                if not isinstance(error, exceptions.NotSupportedError) and "NotImplemented" not in str(error):
-                    raise
-                interruptible(obstore.put, self._writer, key, data)
-
-    def read(self, key: str) -> Iterator[bytes]:
-        """Yield the content of an object in pieces of a few MiB; raises StorageError if it does not exist."""
-        import obstore
-
-        with self._errors(key):
-            pieces = iter(interruptible(obstore.get, self._reader, key).stream(min_chunk_size=1 << 20))
-            while (piece := interruptible(next, pieces, None)) is not None:
-                yield bytes(piece)
-
-    def list(self, below: str) -> Iterator[tuple[str, int]]:
-        """Yield key and size in bytes of all objects in a folder, in no order."""
-        yield from ((version.key, version.size) for version in self.versions(below))
-
-    def versions(self, below: str = "") -> Iterator[Version]:
-        """Yield all objects in a folder, in no order."""
-        import obstore
-
-        left = MAX_OBJECTS
-        with self._errors(below):
-            listed = iter(obstore.list(self._reader, below, chunk_size=1000))
-            while (found := interruptible(next, listed, None)) is not None:
-                left -= len(found)
-                if left < 0:
-                    raise StorageError(f"{self.url} holds more than {MAX_OBJECTS:,} objects", "use an empty prefix")
-                for each in found:
-                    tag = f"{each['size']} {each['e_tag']} {each['last_modified']}"
-                    yield Version(each["path"], each["size"], tag)
-
-    def delete(self, keys: Iterable[str]) -> None:
-        """Delete objects; those that do not exist are ignored."""
-        import obstore
-
-        for key in keys:
-            with self._errors(key), contextlib.suppress(FileNotFoundError):
-                interruptible(obstore.delete, self._writer, key)
-
-    @contextlib.contextmanager
-    def _errors(self, key: str) -> Iterator[None]:
-        """Raise the library's errors as StorageError."""
-        from obstore.exceptions import BaseError
-
-        try:
-            yield
-        except (BaseError, OSError, ValueError) as error:  # ValueError for a key that no store accepts
-            raise explained(self.url, key, str(error)) from None  # the cause may contain credentials
 
 
 def open_store(url: str) -> Store:
@@ -155,16 +18,14 @@ def open_store(url: str) -> Store:
 
     A folder is created if it does not exist. Raises UsageError, StorageError, and ResourceError without obstore.
     """
-    parts = parsed(url)
-    url = url.rstrip("/")
-    try:
-        from obstore.exceptions import BaseError
-    except ImportError as error:
-        raise ResourceError(f"{url} needs the package obstore", "pip install 'torch-orchestrate[storage]'") from error
-    try:
-        return Store(url, _connect(parts, REQUEST_TIMEOUT), _connect(parts, DOWNLOAD_TIMEOUT))
-    except (BaseError, OSError, ValueError) as error:
-        raise explained(url, "", str(error)) from None
+    parts, url = parsed(url), url.rstrip("/")
+    if parts.scheme == "file":
+        from orchestrate.storage.local import Local
+
+        return Local(url, parts.path)
+    from orchestrate.storage.remote import connect  # only here: it takes time to import
+
+    return connect(url, parts)
 
 
 def parsed(url: str) -> SplitResult:
@@ -188,66 +49,3 @@ def parsed(url: str) -> SplitResult:
     if wrong_place or wrong_path or {".", ".."} & set(segments) or not url.isprintable():
         raise UsageError(f"invalid storage URL {ascii(url[:200])}", f"use {examples}")
     return parts
-
-
-def _connect(parts: SplitResult, timeout: timedelta) -> ObjectStore:
-    from obstore import store
-
-    prefix = parts.path.strip("/") or None
-    if parts.scheme == "file":
-        return store.LocalStore(unquote(parts.path), mkdir=True, automatic_cleanup=True)
-    client: Any = {"timeout": timeout, "read_timeout": READ_TIMEOUT if timeout is DOWNLOAD_TIMEOUT else timeout}
-    retry: Any = RETRY
-    if parts.scheme == "gs":
-        return store.GCSStore(parts.netloc, prefix=prefix, client_options=client, retry_config=retry)
-    if parts.scheme == "az":
-        return store.AzureStore(parts.netloc, prefix=prefix, client_options=client, retry_config=retry)
-    config: Any = {}
-    if endpoint := os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL"):
-        config, client["allow_http"] = {"endpoint": endpoint}, _may_use_http(endpoint)
-    return store.S3Store(parts.netloc, prefix=prefix, config=config, client_options=client, retry_config=retry)
-
-
-def _may_use_http(endpoint: str) -> bool:
-    """Whether an S3 endpoint is one without TLS that may be used; raises UsageError if it must not be."""
-    parts = urlsplit(endpoint)
-    if parts.scheme == "https":
-        return False
-    if parts.scheme != "http" or not parts.hostname:
-        raise UsageError("AWS_ENDPOINT_URL must be a URL such as https://HOST:PORT")
-    with contextlib.suppress(ValueError):
-        if parts.hostname == "localhost" or ipaddress.ip_address(parts.hostname).is_loopback:
-            return True
-    if os.environ.get("AWS_ALLOW_HTTP", "").lower() not in ("true", "1"):
-        hint = "use https://, or set AWS_ALLOW_HTTP=true to send the files without encryption"
-        raise UsageError(f"AWS_ENDPOINT_URL names {parts.hostname} without TLS", hint)
-    return True
-
-
-def explained(url: str, key: str, text: str) -> StorageError:
-    """The error for a library's message: what failed, why and the next step, without secrets of the environment."""
-    scheme = url.partition(":")[0]
-    where = f"{url}/{key}" if key else url
-    text, _, details = text.partition("\n\nDebug source")
-    answer = ANSWER.search(text)
-    reason = ": ".join(filter(None, answer.groups())) if answer else text.partition(" - ")[2] or text
-    if NO_CREDENTIALS in text:
-        return StorageError(f"no credentials for {url}", f"set {VARIABLES[scheme]}")
-    if "NoSuchBucket" in text or "ContainerNotFound" in text:
-        return StorageError(f"{url}: the bucket does not exist", "create it, or correct the URL")
-    if any(part in text for part in MISSING):
-        return StorageError(f"{where} does not exist", "check the URL; if it was removed meanwhile, run again")
-    if DENIED.search(text):
-        return StorageError(f"{where}: access denied ({_safe(reason)})", f"check {VARIABLES[scheme]}")
-    if LOST.search(text):
-        host, cause = HOST.search(text), CAUSE.search(details)
-        server = _safe(host[1]) if host else "the object store"
-        what = "does not respond" if "HTTP error" in text else "is overloaded or failing"
-        return StorageLost(f"{url}: {server} {what} ({_safe(cause[0] if cause else reason)})", LOST_HINT)
-    return StorageError(f"{where}: {_safe(reason)}", f"check {VARIABLES[scheme]}")
-
-
-def _safe(text: str) -> str:
-    """A part of a message without queries and passwords of URLs, and without secrets of the environment."""
-    text = re.sub(r"\?\S*|//[^/@\s]*@", "…", text.removeprefix("Generic ").strip().rstrip("."))
-    return Mask(os.environ)(text)[:300]

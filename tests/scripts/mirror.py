@@ -9,11 +9,12 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 from orchestrate.files.folder import Folder
 from orchestrate.storage.fetch import never, restore
 from orchestrate.storage.mirror import Mirror
-from orchestrate.storage.store import Store, open_store
+from orchestrate.storage.store import open_store
 
 url, path, action = sys.argv[1], Path(sys.argv[2]), [*sys.argv[3:], "0"][0]
 folder = Folder(path.parent.parent, path.parent.name)
@@ -41,11 +42,12 @@ def killed(method):
     return run
 
 
-for name in ("put", "put_stream", "create"):
-    setattr(Store, name, killed(getattr(Store, name)))
-delete = killed(Store.delete)
-Store.delete = lambda self, keys: [delete(self, [key]) for key in keys]  # type: ignore[assignment]
 store = open_store(url)
+kind: Any = type(store)
+for name in ("put", "put_stream", "create"):
+    setattr(kind, name, killed(getattr(kind, name)))
+delete = killed(kind.delete)
+kind.delete = lambda self, keys: [delete(self, [key]) for key in keys]
 restore(open_store(f"{url}/nothing"), folder, path.name)  # the library allocates what it needs in any case
 before = peak()
 if action == "fetch":

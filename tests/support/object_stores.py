@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 
 from orchestrate.files.folder import Folder
+from orchestrate.storage.base import Store
 from orchestrate.storage.fetch import never, restore
 from orchestrate.storage.mirror import Mirror
-from orchestrate.storage.store import Store, open_store
+from orchestrate.storage.store import open_store
 from support.processes import MARK, die_with_parent
 from support.repo import ROOT, SCRIPTS
 from support.waiting import eventually

@@ -43,9 +43,9 @@ def test_a_server_that_is_killed_must_be_waited_for(bucket, rclone: Server, monk
 
 
 def test_an_interrupted_fetch_must_continue(bucket, monkeypatch):
-    from orchestrate.storage import store
+    from orchestrate.storage import remote
 
-    read, seen = store.Store.read, []
+    read, seen = remote.Remote.read, []
 
     def fails_at_second(self, key):
         seen.append(key)
@@ -53,7 +53,7 @@ def test_an_interrupted_fetch_must_continue(bucket, monkeypatch):
             raise StorageError("no")
         return read(self, key)
 
-    monkeypatch.setattr(store.Store, "read", fails_at_second)
+    monkeypatch.setattr(remote.Remote, "read", fails_at_second)
     with pytest.raises(StorageError, match="no"):
         dataset.fetch(open_store(URL), lambda files, size: None)
     assert sorted(os.listdir(cached_data(URL).parent)) == ["files", "index.json", "lock"]  # no part of a file
@@ -86,9 +86,9 @@ def test_only_one_run_at_a_time_must_fetch_the_same_data(bucket):
 
 @pytest.mark.parametrize("key", ["../evil", "/evil", "a/../../evil", "a//b", "a\nb", "."])
 def test_names_that_lead_elsewhere_must_be_refused(key, bucket, monkeypatch, tmp_path):
-    from orchestrate.storage import store
+    from orchestrate.storage import remote
 
-    monkeypatch.setattr(store.Store, "versions", lambda self: iter([store.Version(key, 1, "x")]))
+    monkeypatch.setattr(remote.Remote, "versions", lambda self: iter([remote.Version(key, 1, "x")]))
     with pytest.raises(StorageError, match="which is not a path"):
         dataset.fetch(open_store(URL), lambda files, size: None)
     assert not (tmp_path / "evil").exists() and not fetched()
@@ -97,12 +97,12 @@ def test_names_that_lead_elsewhere_must_be_refused(key, bucket, monkeypatch, tmp
 @pytest.fixture
 def objects(bucket, monkeypatch):
     """Objects of the bucket by key, with any names."""
-    from orchestrate.storage import store
+    from orchestrate.storage import remote
 
     found: dict[str, str] = {}
-    versions = lambda self: iter([store.Version(key, len(text), text) for key, text in found.items()])  # noqa: E731
-    monkeypatch.setattr(store.Store, "versions", versions)
-    monkeypatch.setattr(store.Store, "read", lambda self, key: iter([found[key].encode()]))
+    versions = lambda self: iter([remote.Version(key, len(text), text) for key, text in found.items()])  # noqa: E731
+    monkeypatch.setattr(remote.Remote, "versions", versions)
+    monkeypatch.setattr(remote.Remote, "read", lambda self, key: iter([found[key].encode()]))
     return found
 
 
@@ -170,7 +170,7 @@ def test_nodes_of_another_user_must_be_able_to_read_the_data_despite_a_umask(obj
 
 def test_a_file_within_a_file_must_be_reported(objects):
     objects.update({"a": "1", "a/b": "2"})
-    with pytest.raises(StorageError, match="has objects 'a' and 'a/b'"):
+    with pytest.raises(StorageError, match="has the object 'a', and others below that name"):
         dataset.fetch(open_store(URL), lambda files, size: None)
 
 
@@ -187,3 +187,23 @@ def test_what_a_killed_run_has_left_must_not_stay(objects):
 def test_an_empty_folder_must_be_reported(bucket):
     with pytest.raises(StorageError, match="has no objects"):
         dataset.fetch(open_store("s3://bucket/none"), lambda files, size: None)
+
+
+def test_the_marker_of_a_folder_must_be_ignored(objects):
+    objects.update({"p": "", "p/q": "", "p/q/a": "1", "empty": ""})
+    dataset.fetch(open_store(URL), lambda files, size: None)
+    assert fetched() == {"p/q/a": "1", "empty": ""}
+    objects["p"] = "content"
+    with pytest.raises(StorageError, match="has the object 'p', and others below that name"):
+        dataset.fetch(open_store(URL), lambda files, size: None)
+
+
+@pytest.mark.parametrize("content", [b"12", b"1234"])
+def test_an_object_of_another_size_than_listed_must_be_refused(objects, monkeypatch, content):
+    from orchestrate.storage import remote
+
+    objects["a"] = "123"
+    monkeypatch.setattr(remote.Remote, "read", lambda self, key: iter([content[:2], content[2:]]))
+    with pytest.raises(StorageError, match="/a changed while it was fetched"):
+        dataset.fetch(open_store(URL), lambda files, size: None)
+    assert not fetched() and sorted(os.listdir(cached_data(URL).parent)) == ["files", "index.json", "lock"]

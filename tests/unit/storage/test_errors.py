@@ -18,7 +18,8 @@ from orchestrate.errors import ResourceError, StorageError, StorageLost, UsageEr
 from orchestrate.files.log_file import LOGGER
 from orchestrate.storage.fetch import never
 from orchestrate.storage.manifest import newest
-from orchestrate.storage.store import explained, open_store, parsed
+from orchestrate.storage.remote import explained
+from orchestrate.storage.store import open_store, parsed
 
 URLS = [
     "s3://bucket",
@@ -155,7 +156,7 @@ def test_an_endpoint_that_is_down_must_be_named(rclone):
 
 @pytest.mark.parametrize(("action", "limit"), [("put", "REQUEST_TIMEOUT"), ("list", "READ_TIMEOUT")])
 def test_a_store_that_does_not_answer_must_count_as_lost(rclone, monkeypatch, action, limit):
-    monkeypatch.setattr(f"orchestrate.storage.store.{limit}", timedelta(seconds=0.2))
+    monkeypatch.setattr(f"orchestrate.storage.remote.{limit}", timedelta(seconds=0.2))
     store = open_store("s3://bucket/x")
     rclone.hang()
     with ThreadPoolExecutor(1) as pool:
@@ -260,7 +261,7 @@ def test_an_object_that_is_already_gone_must_not_fail_its_deletion(store):
 
 
 def test_a_prefix_with_too_many_objects_must_be_refused(store, monkeypatch):
-    monkeypatch.setattr("orchestrate.storage.store.MAX_OBJECTS", 2)
+    monkeypatch.setattr("orchestrate.storage.base.MAX_OBJECTS", 2)
     for name in "abc":
         store.put(f"files/{name}", b"1")
     with pytest.raises(StorageError, match="holds more than 2 objects"):

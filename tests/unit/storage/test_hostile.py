@@ -147,14 +147,14 @@ class Broken(io.FileIO):
 def test_a_file_that_cannot_be_read_must_not_be_part_of_a_whole_copy(store, saved, elsewhere, monkeypatch, whole, at):
     saved.write("state.pt", b"1")
     locked = saved.write("locked.pt", b"2")
-    opened = saved.folder.open
+    opened = Folder.open
 
     def refuse(folder, path: str):
         if path.endswith("locked.pt") and at == "read":
             return Broken(locked)
         if path.endswith("locked.pt"):
             raise PermissionError(13, "Permission denied")  # root can read every file
-        return opened(path)
+        return opened(folder, path)
 
     monkeypatch.setattr("orchestrate.files.folder.Folder.open", refuse)
     mirror = saved.mirror(store, whole=whole)
@@ -189,10 +189,12 @@ def test_too_many_files_must_be_refused_rather_than_copied_in_part(store, saved,
     assert newest(store) is None
 
 
-def test_a_sparse_file_that_no_store_can_hold_must_be_reported(store, saved):
-    path = saved.write("huge", b"")
-    os.truncate(path, (5 << 40) + 1)
-    assert saved.copy(store).state.skipped == ("'huge': larger than 5 TiB",)
+def test_files_that_would_take_a_store_too_much_must_be_reported(store, saved):
+    for name, size in (("huge", (256 << 30) + 1), ("sparse", (1 << 30) + 1), ("small", 1)):
+        os.truncate(saved.write(name, b""), size)
+    mirror, sparse = saved.copy(store), "a sparse file, which has much less content than its size"
+    assert sorted(mirror.state.skipped) == ["'huge': larger than 256 GiB", f"'sparse': {sparse}"]
+    assert mirror.state.files == 1
 
 
 @pytest.mark.parametrize("name", ["x" * 255, "ü" * 127, "a=sha256-" + "0" * 64, "#1", "\\", "..a", "%2e%2e", " "])
@@ -278,6 +280,7 @@ FIELDS = {
     EXCLUDE: {"sequence": 7},
     "time must be a number of seconds": {"time": "now"},
     "it has an unknown format": {"files": 1},
+    "job must be a short text": {"job": "x" * 300},
 }
 
 

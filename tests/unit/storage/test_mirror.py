@@ -138,7 +138,7 @@ def test_a_file_that_is_uploaded_again_before_its_deletion_is_retried_must_be_ke
 
 
 def test_a_file_that_is_too_large_for_the_usual_parts_must_be_copied_in_larger_ones(moto, monkeypatch):
-    monkeypatch.setattr("orchestrate.storage.store.MAX_PARTS", 2)
+    monkeypatch.setattr("orchestrate.storage.remote.MAX_PARTS", 2)
     store = open_store(moto)
     store.put_stream("big", 16 * MIB, iter([bytes(MIB)] * 16))
     (version,) = store.versions()
@@ -317,3 +317,22 @@ def test_a_manifest_whose_answer_was_lost_must_not_look_like_another_writers(mot
     store.create = create
     assert mirror.sync(never, final=True)
     assert fetched(store, elsewhere) == {"state.pt": b"1"}
+
+
+def test_what_is_read_must_be_counted_within_a_file_but_not_when_it_is_read_again(tmp_path, saved):
+    store = open_store(f"file://{tmp_path}/store")
+    saved.write("state.pt", bytes(8 * MIB))
+    seen = []
+
+    def refuse(key, size, chunks):
+        for _ in chunks:
+            seen.append(mirror.state.read)
+        raise StorageError("no")
+
+    store.put_stream = refuse
+    mirror = saved.mirror(store)
+    for _ in range(2):
+        with pytest.raises(StorageError, match="no"):
+            mirror.sync(never, final=True)
+    assert seen[0] > 8 * MIB and len({*seen[:8]}) > 5  # the first reading is for its digest
+    assert {*seen[8:]} == {16 * MIB} == {mirror.state.read}
