@@ -23,6 +23,8 @@ from orchestrate.node.trees import FOLDER, clear, opened, set_mode
 MAX_DEPTH = 32  # nested folders that are searched
 MAX_FILE = 64 << 20  # bytes of a file to read
 MAX_ENTRIES = 10_000  # entries per listing
+LINKS = 40  # links that Linux follows
+BATCH = 1000  # entries of a folder that are in memory
 _SET_IDS = stat.S_ISUID | stat.S_ISGID
 
 
@@ -119,6 +121,33 @@ class Folder:
         return sorted(found), True
 
 
+def visited(path: Path) -> Iterator[Path]:
+    """Yield the files and folders on the way to a path, from the root down, following links; the last is its target.
+
+    Raises OSError for a loop of links.
+    """
+    here, names, links = Path("/"), [*reversed((Path.cwd() / path).parts)], 0
+    while names:
+        here = Path(os.path.normpath(here / names.pop()))
+        yield here
+        if here.is_symlink():
+            links += 1
+            if links > LINKS:
+                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
+            here, names = here.parent, names + [*reversed(Path(os.readlink(here)).parts)]
+
+
+def unlinked(path: Path) -> os.stat_result:
+    """Return the status of a file or folder, given by its real path; raises OSError if a link is on the way."""
+    with Folder(Path("/"), ".").opened(str(path.parent)) as folder:
+        return os.stat(path.name, dir_fd=folder, follow_symlinks=False)
+
+
+def nonblocking(path: str, flags: int) -> int:
+    """An opener for `open` that does not wait for the other end of a pipe."""
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
 def regular(path: str | Path, folder: int | None = None) -> BinaryIO:
     """Open a regular file for reading, relative to a descriptor; raises OSError for a link, a pipe or a device."""
     return os.fdopen(opened(str(path), folder=folder), "rb")
@@ -201,9 +230,10 @@ def renew(path: Path, mode: int) -> None:
 
 
 def walk(path: Path) -> Iterator[tuple[str, list[str], list[str], int]]:
-    """Like os.fwalk, but folders that are too deep are first moved to the top, and others opened for their owner.
+    """Yield the folders below a path: its path in it, some folders and others of its entries, and its descriptor.
 
-    os.fwalk needs a descriptor and a stack frame for each level.
+    Unlike os.fwalk, a large folder is yielded several times, folders that are too deep are first moved to the top, and
+    others are opened for their owner: a job may have created any number of files, at any depth.
     """
     parent = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -214,22 +244,43 @@ def walk(path: Path) -> Iterator[tuple[str, list[str], list[str], int]]:
 
 def walk_in(name: str, parent: int) -> Iterator[tuple[str, list[str], list[str], int]]:
     """Like `walk`, for a folder in the one with the descriptor `parent`."""
-    pending, moved, unique = ["."], 0, f".{secrets.token_hex(8)}"  # a name that no job can have taken
+    unique, moved, done = f".{secrets.token_hex(8)}", 0, 0  # a name that no job can have taken
+
+    def below(root: str, folder: int, depth: int) -> Iterator[tuple[str, list[str], list[str], int]]:
+        nonlocal moved
+        with os.scandir(folder) as entries:
+            full = True
+            while full:
+                batch = [*islice(entries, BATCH)]
+                full = len(batch) == BATCH
+                folders = [each.name for each in batch if each.is_dir(follow_symlinks=False)]
+                names = [each.name for each in batch if not each.is_dir(follow_symlinks=False)]
+                for inner in [*folders]:
+                    _grant_access(inner, folder)
+                    if inner.startswith(unique):  # walked below
+                        folders.remove(inner)
+                    elif depth == MAX_DEPTH:
+                        with contextlib.suppress(OSError):
+                            os.rename(inner, f"{unique}-{moved}", src_dir_fd=folder, dst_dir_fd=top)
+                            moved += 1
+                            folders.remove(inner)
+                yield root, folders, names, folder
+                for inner in folders:
+                    yield from enter(inner, folder, f"{root}/{inner}", depth + 1)
+
+    def enter(name: str, folder: int, root: str, depth: int) -> Iterator[tuple[str, list[str], list[str], int]]:
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):  # it was removed, or cannot be read
+            descriptor = os.open(name, FOLDER, dir_fd=folder)
+            stack.callback(os.close, descriptor)
+            yield from below(root, descriptor, depth)
+
     _grant_access(name, parent)
     top = os.open(name, FOLDER, dir_fd=parent)
     try:
-        while pending:
-            for root, folders, names, folder in os.fwalk(pending.pop(), dir_fd=top, follow_symlinks=False):
-                for below in folders:
-                    _grant_access(below, folder)
-                if root.count("/") >= MAX_DEPTH:
-                    for below in [*folders]:
-                        moved += 1
-                        with contextlib.suppress(OSError):
-                            os.rename(below, f"{unique}-{moved}", src_dir_fd=folder, dst_dir_fd=top)
-                            pending.append(f"{unique}-{moved}")
-                            folders.remove(below)
-                yield root, folders, names, folder
+        yield from below(".", top, 0)
+        while done < moved:
+            yield from enter(f"{unique}-{done}", top, f"./{unique}-{done}", 1)
+            done += 1
     finally:
         os.close(top)
 

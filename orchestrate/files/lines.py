@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from typing import BinaryIO
 
@@ -10,6 +11,7 @@ from orchestrate.node.trees import data
 
 MAX_LINE = 1 << 20  # bytes of a line; longer lines are split
 CHUNK = 1 << 20  # bytes per read
+BLOCK = 1 << 16  # bytes in which lines are counted at a time
 
 
 class Lines:
@@ -59,8 +61,17 @@ class Lines:
         return rest
 
 
-def last(file: BinaryIO, most: int) -> Iterator[bytes]:
-    """Yield the lines that begin within the last `most` bytes of a file, which may end within a line."""
+def last(file: BinaryIO, most: int, lines: int = sys.maxsize) -> Iterator[bytes]:
+    """Yield the lines that begin within the last `most` bytes of a file, which may end within a line.
+
+    If there are many more than `lines`, yield only about that many: a line can take a single byte.
+    """
+    end = at = os.fstat(file.fileno()).st_size
+    while at > max(0, end - most) and lines < sys.maxsize:
+        at = max(0, at - BLOCK)
+        lines -= os.pread(file.fileno(), BLOCK, at).count(b"\n")
+        if lines < 0:
+            most = end - at
     read = Lines()
     read.skip(file, most)
     yield from read.new(file, most)

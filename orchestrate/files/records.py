@@ -23,7 +23,7 @@ from orchestrate.errors import EngineError, UsageError
 from orchestrate.files import private
 from orchestrate.files.folder import content, write_whole
 from orchestrate.files.mountinfo import paths
-from orchestrate.node.trees import FOLDER
+from orchestrate.node.trees import FOLDER, identity
 
 FOREIGN = "it was moved or copied, or created by another user or on another machine"
 STATE = (".local", "state", "orchestrate")  # in a home directory; XDG_STATE_HOME replaces the first two
@@ -69,15 +69,18 @@ def find(run: Path) -> Record | None:
     return found[1] if found else None
 
 
-def named(name: str) -> list[Path]:
-    """Return the run directories with this name, in any folder, that this account created; reads all records."""
+def runs(name: str = "") -> list[Path]:
+    """Return the run directories that this account created, in any folder; with `name`, those of that name.
+
+    Reads all records.
+    """
     found = set()
     for place in places():
         with contextlib.suppress(OSError), private.opened(place) as folder:
             for file in os.listdir(folder):
                 with contextlib.suppress(OSError, ValueError, TypeError):
                     found.add(Path(_read(file, folder).run))
-    return [run for run in sorted(found) if run.name == name and find(run)]
+    return [run for run in sorted(found) if name in ("", run.name) and find(run)]
 
 
 def need(run: Path) -> Record:
@@ -123,14 +126,14 @@ def written(record: Record, name: str, text: str) -> bool:
     return _digest(text) in record.files.get(name, [])
 
 
-def inode_in(run: Path, name: str) -> int:
-    """Return the inode of a folder in a run directory of this account; raises OSError if the directory was replaced."""
+def identity_in(run: Path, name: str) -> str:
+    """Return the identity of a folder in a run directory of this account; raises OSError if that was replaced."""
     record = find(run)
     folder = os.open(run, FOLDER)
     try:
         if record is None or os.fstat(folder).st_ino != record.inode:
             raise FileNotFoundError(errno.ENOENT, "not created by this account", str(run))
-        return os.stat(name, dir_fd=folder, follow_symlinks=False).st_ino
+        return identity(os.stat(name, dir_fd=folder, follow_symlinks=False))
     finally:
         os.close(folder)
 

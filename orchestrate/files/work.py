@@ -137,7 +137,9 @@ class Copy:
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
             copy = os.open(PART, flags, 0o600, dir_fd=there)
             try:
-                while piece := memoryview(os.read(source, PIECE)):
+                left = status.st_size  # it may be growing
+                while piece := memoryview(os.read(source, min(left, PIECE))):
+                    left -= len(piece)
                     while piece:
                         piece = piece[os.write(copy, piece) :]
                 if self.owner:
@@ -227,14 +229,23 @@ def tidy(
     files as they were copied: the code may have changed since. Raises OSError if something cannot be removed.
     """
     written: list[str] = []
-    folders: list[str] = []
+    entered: list[str] = []  # the folders around the current one
     complete = True
+
+    def leave(root: str) -> None:
+        """Remove the folders that were entered and are not around `root`, if they are copies and empty."""
+        while entered and not f"{root}/".startswith(f"{entered[-1]}/"):
+            path = entered.pop()
+            if os.path.basename(path) == COMPILED or (code / path).is_dir():
+                with contextlib.suppress(OSError), folder.opened(f"{work}/{os.path.dirname(path)}") as above:
+                    os.rmdir(os.path.basename(path), dir_fd=above)
+
     with folder.opened() as parent:
-        for root, below, names, descriptor in walk_in(work, parent):
-            # os.fwalk takes links to folders for folders.
-            links = [name for name in below if _is_link(name, descriptor)]
-            folders += [os.path.normpath(f"{root}/{name}") for name in below if name not in links]
-            for name in names + links:
+        for root, _, names, descriptor in walk_in(work, parent):
+            leave(here := os.path.normpath(root))
+            if here not in (".", *entered[-1:]):
+                entered.append(here)
+            for name in names:
                 path = os.path.normpath(f"{root}/{name}")
                 unchanged = _unchanged(name, descriptor, code / path, f"{original}/{path}", copied.get(path))
                 if COMPILED in path.split("/") or unchanged:
@@ -243,15 +254,8 @@ def tidy(
                     written.append(path)
                 else:
                     complete = False
-    for path in reversed(folders):
-        if os.path.basename(path) == COMPILED or (code / path).is_dir():
-            with contextlib.suppress(OSError), folder.opened(f"{work}/{os.path.dirname(path)}") as parent:
-                os.rmdir(os.path.basename(path), dir_fd=parent)
+        leave("")
     return sorted(written), complete
-
-
-def _is_link(name: str, folder: int) -> bool:
-    return stat.S_ISLNK(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode)
 
 
 def _unchanged(name: str, folder: int, source: Path, link: str, copied: Facts | None) -> bool:

@@ -12,9 +12,9 @@ import struct
 from pathlib import Path
 
 from orchestrate.errors import UsageError
+from orchestrate.files.folder import visited
 from orchestrate.job import users
 
-LINKS = 40  # links that Linux follows
 ACL_USER, ACL_GROUP, ACL_WRITE = 2, 8, 2  # tags and a permission in Linux access control lists
 
 
@@ -46,9 +46,7 @@ def check(runs: Path) -> Path:
         except RuntimeError:  # Python raises this until 3.12
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(runs)) from None
     trusted = {0, (users.sudo() or (0, 0))[0]}
-    here, names, links = Path("/"), [*reversed((Path.cwd() / runs).parts)], 0
-    while names:  # from the root down: entries of a safe folder cannot be replaced
-        here = Path(os.path.normpath(here / names.pop()))
+    for here in visited(runs):  # entries of a safe folder cannot be replaced
         try:
             status = here.lstat()
         except FileNotFoundError:
@@ -58,11 +56,6 @@ def check(runs: Path) -> Path:
                 f"root cannot keep jobs in {Path.cwd() / runs}: {who} can change {here}",
                 "use --runs to name a folder that only root can change, such as --runs /root/runs",
             )
-        if stat.S_ISLNK(status.st_mode):
-            links += 1
-            if links > LINKS:
-                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(runs))
-            here, names = here.parent, names + [*reversed(Path(os.readlink(here)).parts)]
     return here
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from pathlib import Path
+import stat
 
 from orchestrate.errors import UsageError
+from orchestrate.files.folder import nonblocking
 from orchestrate.job.inputs import OF_SHELL
 from orchestrate.job.spec import JobSpec
 
@@ -31,7 +32,9 @@ def _read(name: str, source: str) -> str:
             raise UsageError(f"secrets.{name}: {name} {state} in this shell", f"export {name}, or {HINT}")
         return os.environ[name]
     try:
-        with Path(source).open("rb") as file:
+        with open(source, "rb", opener=nonblocking) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise ValueError("it is not a regular file")
             return file.read(MAX_SIZE + 1).decode(errors="surrogateescape")
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error

@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from orchestrate.errors import UsageError
+from orchestrate.files.folder import nonblocking
 
 MAX_FILE = 1 << 20  # bytes of a job file
 MAX_DEPTH = 10  # levels of lists and mappings; a job file needs four
@@ -121,15 +122,16 @@ def _mark(text: str, index: int) -> yaml.Mark:
     return yaml.Mark("", index, len(lines) - 1, len(lines[-1]), None, 0)
 
 
-def _open_nonblocking(path: str, flags: int) -> int:
-    """Open a file without blocking on a pipe that has no writer."""
-    return os.open(path, flags | os.O_NONBLOCK)
-
-
 def read(path: Path) -> str:
-    """Read a job file; raises UsageError if it is not UTF-8, not a regular file, or too large."""
+    """Read a job file; raises UsageError if it is not UTF-8, not a regular file, or too large.
+
+    A link out of its folder may have come with a project, to have another file quoted in an error.
+    """
     try:
-        with open(path, "rb", opener=_open_nonblocking) as file:
+        real = Path(os.path.realpath(path))
+        if path.is_symlink() and not any(real.is_relative_to(folder.resolve()) for folder in (path.parent, Path())):
+            raise UsageError(f"cannot read job file {path}: it is a link out of its folder", f"use its target: {real}")
+        with open(path, "rb", opener=nonblocking) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise UsageError(f"cannot read job file {path}: not a regular file", "use a regular file")
             content = file.read(MAX_FILE + 1)

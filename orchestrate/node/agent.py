@@ -28,7 +28,7 @@ from orchestrate.node.output import print_message
 from orchestrate.node.ranks import FENCE, Env, fence
 from orchestrate.node.status import StatusServer
 from orchestrate.node.traffic import Traffic
-from orchestrate.node.trees import clear, replace
+from orchestrate.node.trees import clear, identity, replace
 from orchestrate.node.warm import SUPPORTED, limits_and_priority
 from orchestrate.node.worker import FAILED_TO_START, Worker, activity, kill, oom_kills
 
@@ -347,14 +347,14 @@ def warm_up(loop: Loop, filtered: bool) -> None:
         loop.zygote.go()
 
 
-def check(folders: dict[str, int]) -> None:
-    """Raise Refused for a folder with another inode than expected."""
-    for path, inode in folders.items():
+def check(folders: dict[str, str]) -> None:
+    """Raise Refused for a folder or file with another identity than expected."""
+    for path, expected in folders.items():
         try:
-            found = os.stat(path).st_ino
+            found = identity(os.stat(path))
         except OSError as error:
             raise Refused(f"start: folders: {shown(path)} cannot be read: {error.strerror}") from None
-        if found != inode:
+        if found != expected:
             raise Refused(f"start: folders: {shown(path)} is not the folder that the orchestrator sees")
 
 

@@ -32,6 +32,7 @@ Flag = Annotated[bool, checks.flag]
 Text = Annotated[str, checks.text]
 AnyText = Annotated[str, checks.any_text]
 Number = Annotated[int, checks.whole]
+TextByPath = Annotated[dict[str, str], checks.mapping(checks.any_text, checks.path)]
 Lengths = Annotated[dict[str, int], checks.lengths]
 Rank = Annotated[int, up_to(1 << 20)]
 Code = Annotated[int, up_to(255)]
@@ -89,8 +90,8 @@ class Start(NamedTuple):
     cwd: Text | None = None
     log: Number | None = None  # bytes of its log that were downloaded
     filtered: Flag | None = None  # only if the node's network has its packet filter: a restarted container has none
-    folders: Lengths | None = None  # only if these paths have the given inodes: others could have replaced them
-    secrets: Annotated[dict[str, str], checks.mapping(checks.any_text, checks.path)] | None = None  # files, by path
+    folders: TextByPath | None = None  # only if these have the given identities: others could have replaced them
+    secrets: TextByPath | None = None  # files
     before: Annotated[list[str], checks.command] | None = None  # a command to run first, once in each node
 
 

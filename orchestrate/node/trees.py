@@ -18,6 +18,11 @@ def hidden(name: str) -> bool:
     return name.startswith(".") and name != ".metadata"
 
 
+def identity(status: os.stat_result) -> str:
+    """What no two files or folders of this machine share while both exist: device and inode."""
+    return f"{status.st_dev}:{status.st_ino}"
+
+
 def opened(path: str, flags: int = os.O_RDONLY, folder: int | None = None) -> int:
     """Open a regular file, relative to a folder's descriptor if there is one; raises OSError for anything else.
 

@@ -1,5 +1,6 @@
 """What nodes see of the folders that a job names: data and mounts."""
 
+import os
 import textwrap
 
 import pytest
@@ -65,3 +66,26 @@ def test_a_cluster_must_have_the_mounts_of_its_jobs(given, docker_engine, nothin
 def test_folders_of_this_machine_must_not_be_exported(given, target):
     done = given("export", target, "--gpus", "none", "--data", "train=data", "uses.py")
     assert (done.returncode, "data and mounts are for this machine only" in done.stderr) == (2, True)
+
+
+LINKS = """
+import os, sys
+os.symlink(sys.argv[1], f"/cache/{os.environ['TORCHELASTIC_RUN_ID']}")
+os.symlink(sys.argv[1], "/cache/sub")
+open(os.path.join(os.environ["JOB_DIR"], "result"), "w").close()
+"""
+
+
+@pytest.mark.docker
+def test_a_job_must_not_lead_the_host_out_of_a_folder_that_it_can_write(given, docker_engine, nothing_left):
+    (given.folder / "private").mkdir()
+    (given.folder / "links.py").write_text(LINKS)
+    output = ("--output", f"file://{given.folder}/cache")
+    private = f"{given.folder}/private"
+    done = given("run", *OPTIONS, "--mount", "cache:/cache:rw", *output, "links.py", private)
+    link = given.folder / "cache" / given.run_dir().name
+    assert f"{link} is a link, which a job may have made" in done.stderr and done.returncode == 1
+    done = given("run", *OPTIONS, "--data", "train=cache/sub", "uses.py", "x")
+    why = f"error: {given.folder}/cache/sub leads to {private}, out of {given.folder}/cache, where a job may have made"
+    assert (done.returncode, why in done.stderr) == (2, True)
+    assert not os.listdir(private)

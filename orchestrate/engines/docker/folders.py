@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -10,13 +9,15 @@ from typing import Any
 
 from orchestrate.engines.docker import mounts
 from orchestrate.errors import UsageError
-from orchestrate.files import records
+from orchestrate.files import records, writable
+from orchestrate.files.folder import unlinked, visited
 from orchestrate.files.mountinfo import is_kernels, kernels, paths
 from orchestrate.files.paths import JOB, is_text
 from orchestrate.job import users
 from orchestrate.job.folders import Mount
 from orchestrate.job.folders import mounts as wanted_mounts
 from orchestrate.job.spec import JobSpec
+from orchestrate.node.trees import identity
 
 ONLY_DATA = "mount a subfolder that contains only data"
 SYSTEM = ("/proc", "/sys", "/dev", "/run", "/var/run", "/boot")  # sources with sockets, devices and kernel interfaces
@@ -36,9 +37,7 @@ def given_mounts(spec: JobSpec, runs: Path) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     targets: list[str] = []
     for mount in wanted_mounts(spec):
-        source = Path(os.path.realpath(mount.source))
-        if not source.is_relative_to(_boundary(Path(mount.source), runs)):  # a job may have made that link
-            raise UsageError(f"{mount.source} is a link to {source}", "mount the folder itself")
+        source = _resolved(mount.source, runs)
         _check_source(source, runs, spec)
         _check_target(mount, targets)
         targets.append(mount.target)
@@ -47,9 +46,26 @@ def given_mounts(spec: JobSpec, runs: Path) -> list[dict[str, Any]]:
     return found
 
 
-def _boundary(source: Path, runs: Path) -> Path:
-    """Return the folder that links in a source may not lead out of: its run directory, or else any."""
-    return runs / source.relative_to(runs).parts[0] if runs in source.parents else Path("/")
+def identities(spec: JobSpec, runs: Path) -> dict[str, str]:
+    """Return the identity of each source of a mount, by its path in nodes, and note those that nodes can write.
+
+    A node that finds another identity there starts no worker: a job may have put a link in place of a source. Raises
+    UsageError.
+    """
+    found = {mount.target: (_resolved(mount.source, runs), mount.writable) for mount in wanted_mounts(spec)}
+    writable.note(source for source, written in found.values() if written)
+    return {target: identity(unlinked(source)) for target, (source, _) in found.items()}
+
+
+def _resolved(text: str, runs: Path) -> Path:
+    """Return what a source leads to; raises UsageError if a link on the way may be one that a job has made."""
+    *way, source = visited(Path(text))
+    jobs = {*writable.known(), *(runs / step.relative_to(runs).parts[0] for step in way if runs in step.parents)}
+    for folder in jobs:
+        if any(folder in step.parents for step in way) and not source.is_relative_to(folder):
+            why = f"{text} leads to {source}, out of {folder}, where a job may have made the link"
+            raise UsageError(why, "mount the folder itself")
+    return source
 
 
 def _check_source(source: Path, runs: Path, spec: JobSpec) -> None:

@@ -19,6 +19,7 @@ from orchestrate.files import records
 from orchestrate.files.mountinfo import is_kernels, kernels, paths
 from orchestrate.files.paths import is_text
 from orchestrate.node.command import of_python
+from orchestrate.node.trees import identity
 
 CODE, JOB = "/workspace", "/job"  # paths in nodes of the code folder and the job folder
 ALWAYS_HIDDEN = ("runs", ".git")
@@ -33,15 +34,15 @@ def bind(source: Path, target: str) -> dict[str, Any]:
     return {"type": "bind", "source": str(source), "target": target, "bind": {"create_host_path": False}}
 
 
-def inodes(run: Path, code: Path) -> dict[str, int]:
-    """Return the inodes of both folders by their paths in nodes; raises EngineError if `run` was replaced.
+def identities(run: Path, code: Path) -> dict[str, str]:
+    """Return the identities of both folders by their paths in nodes; raises EngineError if `run` was replaced.
 
-    For the current folder, it is the folder's own inode, even if its path leads elsewhere by now.
+    For the current folder, it is that of the folder itself, even if its path leads elsewhere by now.
     """
     try:
-        found = {JOB: records.inode_in(run.parent, run.name)}
+        found = {JOB: records.identity_in(run.parent, run.name)}
         with contextlib.suppress(FileNotFoundError):  # Compose reports it
-            found[CODE] = os.stat("." if os.path.realpath(code) == os.getcwd() else code).st_ino
+            found[CODE] = identity(os.stat("." if os.path.realpath(code) == os.getcwd() else code))
         return found
     except OSError as error:
         raise EngineError(

@@ -8,6 +8,7 @@ import stat
 import subprocess
 import sys
 import threading
+import tracemalloc
 
 import pytest
 from support.repo import ROOT
@@ -335,3 +336,41 @@ def test_tidying_must_not_follow_a_link_in_place_of_the_job_folder(tree, tmp_pat
     with pytest.raises(OSError):
         tree.tidy()
     assert (outside / "work" / "__pycache__" / "a").exists()
+
+
+def test_a_file_that_grows_must_be_copied_only_as_far_as_it_was(tree):
+    tree.write("grows", "x" * (work.PIECE * 4))
+    done = threading.Event()
+
+    def grow() -> None:
+        with (tree.code / "grows").open("ab", buffering=0) as file:
+            while not done.is_set() and file.tell() < 4 * work.MAX_FILE:
+                file.write(bytes(work.PIECE))
+
+    grower = threading.Thread(target=grow)
+    grower.start()
+    try:
+        tree.copy()
+    finally:
+        done.set()
+        grower.join()
+    assert (tree.work / "grows").is_symlink() or (tree.work / "grows").stat().st_size <= work.MAX_FILE
+
+
+def test_a_large_folder_must_be_tidied_without_a_list_of_its_files(tree):
+    (tree.code / "many").mkdir()
+    for number in range(3000):
+        (tree.code / "many" / str(number)).touch()
+    tree.copy()
+    for number in range(20_000):
+        (tree.work / "many" / f"new {number:06}.txt").touch()
+    tracemalloc.start()
+    found, complete = tree.tidy(most=10)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert (len(found), complete) == (10, False) and most < 2 << 20
+    assert len(os.listdir(tree.work / "many")) == 20_000
+    for path in (tree.work / "many").iterdir():
+        path.unlink()
+    tree.tidy()
+    assert os.listdir(tree.work) == []

@@ -51,8 +51,8 @@ def mounted(spec: dict, runs: Path) -> list[dict]:
         ({"mounts": "runs/j-1:/x"}, "j-1 cannot be mounted: it has files of jobs, which may contain secrets"),
         ({"mounts": ".:/x"}, "cannot be mounted: it has files of jobs, which may contain secrets"),
         ({"mounts": "state/orchestrate:/x"}, "cannot be mounted: it has files of jobs, which may contain secrets"),
-        ({"mounts": "runs/j-1/job/link:/x"}, "link is a link to "),
-        ({"mounts": "runs/j-1/job/other:/x"}, "other is a link to "),
+        ({"mounts": "runs/j-1/job/link:/x"}, "link leads to "),
+        ({"mounts": "runs/j-1/job/other:/x"}, "other leads to "),
         ({"mounts": "pipe:/x"}, "pipe cannot be mounted: it is neither a folder nor a file"),
         ({"mounts": f"{'x' * 300}:/x"}, "x: File name too long"),
         ({"data": {"train": "none"}}, "none does not exist"),
@@ -157,3 +157,41 @@ def test_data_of_the_command_line_must_be_added_to_that_of_the_job_file():
         "a": "x",
         "b": "z",
     }
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """A folder that a job could write, in which it has made a link to a private one."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    for name in ("private/deep", "cache/own"):
+        (tmp_path / name).mkdir(parents=True)
+    spec = with_absolute(resolve({"mounts": "cache:/cache:rw"}))
+    folders.identities(spec, tmp_path / "runs")
+    (tmp_path / "cache" / "sub").symlink_to(tmp_path / "private")
+    (tmp_path / "cache" / "inner").symlink_to("own")
+    (tmp_path / "mine").symlink_to("cache")
+    return tmp_path / "cache"
+
+
+@pytest.mark.parametrize("source", ["cache/sub", "cache/sub/deep", "mine/sub", "mine/sub/deep", "cache/own/../sub"])
+@pytest.mark.parametrize("key", ["data", "mounts"])
+def test_a_link_that_a_job_may_have_made_must_not_be_followed(cache, source, key):
+    spec = {"data": {"d": source}} if key == "data" else {"mounts": f"{source}:/x"}
+    with pytest.raises(UsageError, match=rf" leads to {cache.parent}/private\S*, out of {cache}, where a job may have"):
+        mounted(spec, cache.parent / "runs")
+
+
+def test_links_of_the_user_and_those_that_stay_in_a_writable_folder_must_be_followed(cache):
+    spec = {"data": {"a": "mine/inner", "b": "mine"}}
+    assert [mount["source"] for mount in mounted(spec, cache.parent / "runs")] == [f"{cache}/own", str(cache)]
+
+
+def test_the_identity_of_what_is_mounted_must_be_that_of_its_source(cache):
+    runs, spec = cache.parent / "runs", with_absolute(resolve({"data": {"d": "cache/own"}, "mounts": "private:/x"}))
+    before = folders.identities(spec, runs)
+    assert before.keys() == {"/data/d", "/x"} and len({*before.values()}) == 2
+    (cache / "own").rename(cache / "old")
+    (cache / "own").mkdir()
+    after = folders.identities(spec, runs)
+    assert before["/data/d"] != after["/data/d"] and before["/x"] == after["/x"]

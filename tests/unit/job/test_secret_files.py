@@ -1,5 +1,7 @@
 """Secrets that workers get as files: what is refused."""
 
+import os
+
 import pytest
 
 from orchestrate.errors import UsageError
@@ -16,6 +18,7 @@ CANARY = "canary-0d4f6a3e"
         ({"EMPTY": "env"}, "secrets.EMPTY: EMPTY is empty in this shell"),
         ({"A": "none"}, "secrets.A: cannot read its file: No such file or directory"),
         ({"A": "."}, "secrets.A: cannot read its file: Is a directory"),
+        ({"A": "pipe"}, "secrets.A: cannot read its file: it is not a regular file"),
         ({"A": "large"}, "the secrets are larger than 128 KiB"),
         ({"A": "text"}, "the secrets are larger than 128 KiB"),
         ({"A": "most", "B": "most"}, "the secrets are larger than 128 KiB"),
@@ -24,6 +27,7 @@ CANARY = "canary-0d4f6a3e"
 def test_a_secret_that_cannot_be_read_must_be_refused_without_its_source(secrets, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("EMPTY", "")
+    os.mkfifo(tmp_path / "pipe")
     (tmp_path / "large").write_bytes(bytes(secret_files.MAX_SIZE + 1))
     (tmp_path / "most").write_bytes(bytes(secret_files.MAX_SIZE - 1))
     (tmp_path / "text").write_text("漢" * (secret_files.MAX_SIZE // 2))

@@ -6,6 +6,7 @@ import re
 import pytest
 
 from orchestrate.errors import UsageError
+from orchestrate.job import strict_yaml
 from orchestrate.job.layers import read_file, read_set, resolve
 from orchestrate.job.spec import JobSpec
 from orchestrate.job.strict_yaml import MAX_FILE
@@ -342,3 +343,18 @@ def test_rule_values_that_are_not_text_must_be_refused():
     for rule in ({"action": ["fail"], "log": "x"}, {"action": "fail", "cause": ["x"]}, {"action": {}, "log": "x"}):
         with pytest.raises(UsageError, match="^rules must be "):
             resolve({"rules": [rule]})
+
+
+def test_a_job_file_that_is_a_link_out_of_its_folder_must_not_be_quoted(tmp_path, monkeypatch):
+    (tmp_path / "project").mkdir()
+    monkeypatch.chdir(tmp_path / "project")
+    (tmp_path / "private").write_text("hunter2: [")
+    link = tmp_path / "project" / "job.yaml"
+    link.symlink_to("../private")
+    with pytest.raises(UsageError, match=f"cannot read job file {link}: it is a link out of its folder") as caught:
+        strict_yaml.read(link)
+    assert caught.value.hint == f"use its target: {tmp_path}/private"
+    (tmp_path / "project" / "own.yaml").write_text("nodes: 2\n")
+    link.unlink()
+    link.symlink_to("own.yaml")
+    assert strict_yaml.read(link) == "nodes: 2\n"

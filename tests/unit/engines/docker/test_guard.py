@@ -11,6 +11,7 @@ from support.answers import Job
 from orchestrate.engines.docker import labels
 from orchestrate.engines.docker.session import DockerSession
 from orchestrate.job.spec import IMAGE, JobSpec
+from orchestrate.node.trees import identity
 
 SPEC = JobSpec(trainers=1, image="mine:1")
 CREATE, END = "POST /containers/create", "POST /containers/made/wait"
@@ -80,7 +81,7 @@ def test_a_worker_must_start_only_behind_the_packet_filter_unless_its_setup_fail
     engine = protected(job)
     worker = job.plan().workers[0]
     request = engine.request(worker, ("x.py",))
-    assert request.filtered is True and request.folders == {"/job": job.run.stat().st_ino}
+    assert request.filtered is True and request.folders == {"/job": identity(job.run.stat())}
     job.answers.refusals[CREATE] = 500, "no room"
     job.answers.containers[0]["NetworkSettings"]["Networks"]["j_job"] = {"EndpointID": "second"}
     again(engine)

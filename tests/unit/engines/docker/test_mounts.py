@@ -14,6 +14,7 @@ from orchestrate.engines.swarm.upload import code_files
 from orchestrate.errors import EngineError, UsageError
 from orchestrate.files import mountinfo, private, records
 from orchestrate.files.paths import JobPaths
+from orchestrate.node.trees import identity
 
 TREE = (
     ".env",
@@ -273,20 +274,21 @@ def test_a_script_next_to_hidden_files_must_be_accepted(code):
     assert masks(code, code / "runs", "/workspace", ("-m", "src.train"))
 
 
-def test_folders_must_be_identified_by_inode_and_a_replaced_run_directory_refused(tmp_path, monkeypatch):
+def test_folders_must_be_identified_by_device_and_inode_and_a_replaced_run_directory_refused(tmp_path, monkeypatch):
     paths, code = JobPaths(tmp_path / "runs" / "a-1"), tmp_path / "code"
     paths.create()
     code.mkdir()
-    wanted = {"/job": paths.shared.stat().st_ino, "/workspace": code.stat().st_ino}
-    assert mounts_module.inodes(paths.shared, code) == wanted
+    wanted = {"/job": identity(paths.shared.stat()), "/workspace": identity(code.stat())}
+    assert wanted["/job"] == f"{paths.shared.stat().st_dev}:{paths.shared.stat().st_ino}"
+    assert mounts_module.identities(paths.shared, code) == wanted
     monkeypatch.chdir(code)
     code.rename(tmp_path / "moved")
     (tmp_path / "code").symlink_to(tmp_path)
-    assert mounts_module.inodes(paths.shared, Path.cwd()) == wanted  # the working directory of this process
+    assert mounts_module.identities(paths.shared, Path.cwd()) == wanted  # the working directory of this process
     paths.root.rename(tmp_path / "runs" / "mine")
     paths.shared.mkdir(parents=True)
     with pytest.raises(EngineError, match="not created by this account"):
-        mounts_module.inodes(paths.shared, code)
+        mounts_module.identities(paths.shared, code)
 
 
 @pytest.mark.parametrize(
