@@ -48,7 +48,7 @@ def find(args: argparse.Namespace, engines: list[Engine]) -> Path:
     ours = [name for name in matches if name in running or records.find(runs[name])]
     found = [args.job] if args.job in ours else [name for name in ours if name in running] or ours
     found = found or [name for name in matches if name == args.job]  # created on another machine or by another account
-    elsewhere = [] if found else [run for run in records.named(args.job) if not JobPaths(run).nodes.exists()]
+    elsewhere = [] if found else [run for run in records.runs(args.job) if not JobPaths(run).nodes.exists()]
     if len(elsewhere) == 1:
         runs, found = {args.job: elsewhere[0]}, [args.job]
     folder = runs[found[0]] if found else args.runs / args.job

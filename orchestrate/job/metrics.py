@@ -11,6 +11,7 @@ from typing import Any, TypeGuard
 from orchestrate.job.recorder import objects
 
 MAX_METRICS = 64 << 20  # last bytes of metrics.jsonl that are read at the end
+MAX_ROWS = 100_000  # last lines of it
 MAX_LINE = 32 << 10  # bytes of a line, enough for a number from each of 1000 ranks; longer lines are ignored
 MAX_NUMBER, MAX_TEXT, NAMES = 1 << 63, 1000, 1000  # limits: numbers; characters of text; names, and items of a value
 MAX_DEPTH = 3  # levels of nested lists and mappings

@@ -17,11 +17,13 @@ OPTIONS = (
     *("--index-url", "-i", "--extra-index-url", "--find-links", "-f", "--trusted-host"),
     *("--pre", "--prefer-binary", "--no-binary", "--only-binary", "--require-hashes"),
 )
+LOCATIONS = ("--index-url", "-i", "--extra-index-url", "--find-links", "-f")
 INCLUDE = re.compile(r"(?:-r|--requirement)[ =]?\s*(\S+)")
 VARIABLE = re.compile(r"\$\{([A-Z0-9_]+)\}")  # pip replaces only these
-LOCAL = re.compile(r"\.{0,2}/|\.{1,2}$|~|file:|.*@\s*file:|.*\.(whl|tar\.gz|zip)$")
+LOCAL = re.compile(r"\.{0,2}/|\.{1,2}$|~|.*\.(whl|tar\.gz|zip)$", re.IGNORECASE)
+FILE = re.compile(r"(.*[\s@+=])?file:", re.IGNORECASE)
 LOCALLY = "installs from a local folder: nodes can import your current folder without that"
-REMOTE = re.compile(r".*\b(https?|git\+\w+)://")
+REMOTE = re.compile(r"([^\s;@]+\s*@\s*)?((git\+)?(https?|ssh)://|\$\{)", re.IGNORECASE)
 MAX_DEPTH = 8  # files that include one another
 MAX_LINES = 10_000
 
@@ -83,9 +85,9 @@ def checked(line: str) -> str:
             raise ValueError(f"{option} {LOCALLY}")
         if option not in OPTIONS:
             raise ValueError(f"{option} is not supported")
-        if option in ("--find-links", "-f") and not REMOTE.match(rest):
+        if option in LOCATIONS and not REMOTE.match(rest):
             raise ValueError(f"{line} names a local folder, which nodes do not have")
-    elif LOCAL.match(line) and not REMOTE.match(line):
+    elif FILE.match(line) or LOCAL.match(line) and not REMOTE.match(line):
         raise ValueError(f"{line.split()[0]} {LOCALLY}")
     if is_secret("", VARIABLE.sub("", line)):
         raise ValueError("a URL contains a password: write ${NAME} instead, and set NAME in your environment")

@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from orchestrate.console import during, print_message
 from orchestrate.errors import ResourceError, UsageError
@@ -27,14 +28,18 @@ CACHE = "sources"  # with a folder per repository: `git`, and a checkout per com
 COMMIT = re.compile(r"[0-9a-f]{40}(?:[0-9a-f]{24})?")  # SHA-1 or SHA-256
 READABLE = 0o022  # umask: nodes may run as another user; the cache itself is private
 FETCH_TIMEOUT = 600  # seconds
-MAX_CHANGES = 1 << 20  # characters
+MAX_CHANGES = 1 << 20  # bytes
+MAX_OUTPUT = 1 << 20  # bytes of git's other output
 STATUS_TIMEOUT = 5.0  # seconds; a huge repository must not delay the job
 # Only protocols that cannot run programs on this machine, no prompts, and messages in English.
 SAFE = {"GIT_ALLOW_PROTOCOL": "https:ssh:file", "GIT_TERMINAL_PROMPT": "0", "GIT_LFS_SKIP_SMUDGE": "1", "LC_ALL": "C"}
 # Variables that git sets for hooks: they would lead it to another repository, or to another repository's index.
 OF_HOOKS = {"GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_OBJECT_DIRECTORY", "GIT_COMMON_DIR", "GIT_NAMESPACE"}
 # Programs that a repository's own configuration could name are not run.
-PLAIN = ("-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null", "-c", "protocol.ext.allow=never")
+PLAIN = (
+    *("-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null", "-c", "protocol.ext.allow=never"),
+    *("-c", "safe.bareRepository=explicit"),
+)
 NO_FILTER = {"clean": "", "smudge": "", "process": "", "required": "false"}
 
 
@@ -191,17 +196,20 @@ def changes(folder: Path) -> str:
     """
     command = ["git", *PLAIN, "diff", "--no-color", "--no-ext-diff", "--no-textconv", "--ignore-submodules=all", "HEAD"]
     try:
-        found = _output(command, folder, _without(_drivers(folder)))
-    except (OSError, ValueError, subprocess.TimeoutExpired):
+        found = _output(command, folder, _without(_drivers(folder)), MAX_CHANGES + 1)
+    except (OSError, ValueError):
         return ""
-    more = len(found) - MAX_CHANGES
-    return found if more <= 0 else f"{found[:MAX_CHANGES]}\n(and {more} more characters)\n"
+    text = found[:MAX_CHANGES].decode(errors="replace")
+    return text if len(found) <= MAX_CHANGES else f"{text}\n(and more)\n"
 
 
 def _drivers(folder: Path) -> list[str]:
     """Return the filter drivers that a repository configures."""
-    found = _output(["git", *PLAIN, "config", "-z", "--name-only", "--get-regexp", r"^filter\."], folder, {})
-    return sorted({name.rpartition(".")[0] for name in found.split("\0") if name})
+    command = ["git", *PLAIN, "config", "-z", "--name-only", "--get-regexp", r"^filter\."]
+    found = _output(command, folder, {}, MAX_OUTPUT)
+    if len(found) == MAX_OUTPUT:
+        raise ValueError("too many filter drivers")
+    return sorted({name.rpartition(".")[0] for name in found.decode().split("\0") if name})
 
 
 def _status(folder: Path) -> str:
@@ -215,25 +223,40 @@ def _status(folder: Path) -> str:
         "--ignore-submodules=dirty",
     ]
     try:
-        done = _output(command, folder, _without(_drivers(folder)))
-    except (OSError, ValueError, subprocess.TimeoutExpired):  # no git; an odd file name
+        done = _output(command, folder, _without(_drivers(folder)), MAX_OUTPUT).decode(errors="replace")
+    except (OSError, ValueError):  # no git; an odd name of a driver
         return ""
     commit = re.search(rf"^# branch\.oid ({COMMIT.pattern})$", done, re.MULTILINE)
     changed = re.search("^[^#]", done, re.MULTILINE)
     return commit[1] + "-dirty" * bool(changed) if commit else ""
 
 
-def _output(command: list[str], folder: Path, env: dict[str, str]) -> str:
-    done = subprocess.run(
-        command,
-        cwd=folder,
-        env=_environment() | {"GIT_ALLOW_PROTOCOL": "none"} | env,  # objects that are missing are not fetched
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=STATUS_TIMEOUT,
-    )
-    return done.stdout
+def _output(command: list[str], folder: Path, env: dict[str, str], most: int) -> bytes:
+    """Return the first `most` bytes of what git prints about the repository that a folder is in.
+
+    Its working tree is the folder with `.git`, whatever its configuration says. Raises OSError, also if git takes long.
+    """
+    here = folder.resolve()
+    tree = next((path for path in (here, *here.parents) if os.path.lexists(path / ".git")), None)
+    if tree is None:
+        return b""
+    # Objects that are missing are not fetched.
+    env = _environment() | {"GIT_ALLOW_PROTOCOL": "none", "GIT_WORK_TREE": str(tree)} | env
+    streams: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(command, cwd=folder, env=env, **streams) as git:
+        limit = threading.Timer(STATUS_TIMEOUT, git.kill)
+        limit.start()
+        try:
+            assert git.stdout
+            found: bytes = git.stdout.read(most)
+            if len(found) == most:
+                git.kill()
+            git.wait()
+        finally:
+            limit.cancel()
+    if git.returncode < 0 and len(found) < most:
+        raise TimeoutError(f"git did not finish within {STATUS_TIMEOUT:g} s")
+    return found
 
 
 def _without(drivers: list[str]) -> dict[str, str]:

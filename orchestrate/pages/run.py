@@ -20,7 +20,7 @@ from orchestrate.files.paths import LOGS, METRICS, JobPaths, log
 from orchestrate.job import store
 from orchestrate.job.events import Event
 from orchestrate.job.limits import format_bytes
-from orchestrate.job.metrics import MAX_METRICS, measurements
+from orchestrate.job.metrics import MAX_METRICS, MAX_ROWS, measurements
 from orchestrate.job.plan import Plan, pluralize
 from orchestrate.job.redact import Mask, redacted
 from orchestrate.job.spec import FIELDS, JobSpec
@@ -196,7 +196,7 @@ def curves_of(paths: JobPaths, spec: JobSpec, generations: int) -> tuple[Progres
 
 def _rows(paths: JobPaths) -> Iterator[dict[str, Any]]:
     with contextlib.suppress(OSError), paths.folder.open(METRICS) as file:
-        yield from measurements(last(file, MAX_METRICS))
+        yield from measurements(last(file, MAX_METRICS, MAX_ROWS))
 
 
 def _printed(paths: JobPaths, mask: Mask, reader: Reader) -> Iterator[dict[str, Any]]:

@@ -16,7 +16,7 @@ from orchestrate.files.lines import Lines, last
 from orchestrate.files.paths import CHECKPOINTS, LOGS, METRICS, WORK, JobPaths
 from orchestrate.files.work import Facts, tidy
 from orchestrate.job import logs
-from orchestrate.job.metrics import MAX_LINE, MAX_METRICS, fold, measurements
+from orchestrate.job.metrics import MAX_LINE, MAX_METRICS, MAX_ROWS, fold, measurements
 from orchestrate.job.plan import Placement
 from orchestrate.job.report import Written
 from orchestrate.supervise.printed import Printed
@@ -25,7 +25,6 @@ from orchestrate.view.progress import Progress
 LAST_LINES, MAX_WIDTH = 12, 2000  # lines of a failed worker that are reported, and characters of each
 CONTEXT = 300  # lines of a failed worker in which its error is searched
 MAX_METRICS_READ = 8 << 20  # bytes of metrics.jsonl per read
-MAX_ROWS = 100_000  # last lines of metrics.jsonl that go into the report
 MAX_WRITTEN = 10_000  # files of the working directory that the report lists
 
 
@@ -99,7 +98,7 @@ class JobFiles:
         Without that file, return the last metrics in the output.
         """
         with contextlib.suppress(OSError), self._folder.open(METRICS) as file:
-            lines = (line for line in last(file, MAX_METRICS) if 0 < len(line) <= MAX_LINE)
+            lines = (line for line in last(file, MAX_METRICS, MAX_ROWS) if 0 < len(line) <= MAX_LINE)
             return fold(deque(lines, MAX_ROWS))
         printed = self._printed.metrics()
         return [printed] if printed else []

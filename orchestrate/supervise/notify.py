@@ -88,9 +88,10 @@ class Notifier:
         headers = {"Content-Type": "application/json"}
         if key := os.environ.get(KEY):
             headers[SIGNATURE] = "sha256=" + hmac.digest(key.encode(), body, "sha256").hex()
-        answer = requests.post(self.target, data=body, headers=headers, timeout=TIMEOUT, allow_redirects=False)
-        if answer.status_code >= 300:
-            raise OSError(f"status {answer.status_code}")
+        options: Any = {"timeout": TIMEOUT, "allow_redirects": False, "stream": True}  # the body is not read
+        with requests.post(self.target, data=body, headers=headers, **options) as answer:
+            if answer.status_code >= 300:
+                raise OSError(f"status {answer.status_code}")
 
 
 def is_url(target: str) -> bool:

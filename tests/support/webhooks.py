@@ -3,6 +3,7 @@
 import http.server
 import json
 import threading
+from contextlib import suppress
 
 import pytest
 
@@ -16,6 +17,7 @@ class Received:
         self.requests: list[tuple[dict, str]] = []
         self.types: list[str] = []  # of their content
         self.answers: list[int] = []
+        self.endless, self.sent = False, 0  # whether bodies have no end, and bytes of them that were sent
         received = self
 
         class Handler(http.server.BaseHTTPRequestHandler):
@@ -28,6 +30,10 @@ class Received:
                 self.send_response(status)
                 self.send_header("Location", "/elsewhere")
                 self.end_headers()
+                with suppress(OSError):
+                    while received.endless:
+                        self.wfile.write(bytes(1 << 20))
+                        received.sent += 1 << 20
 
             do_GET = do_POST  # of a client that follows a redirection
 

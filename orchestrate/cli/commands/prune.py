@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from orchestrate.console import out, print_message
 from orchestrate.files import private, records
 from orchestrate.files.paths import JobPaths
 from orchestrate.job import store
+from orchestrate.job.folders import data_folders
 from orchestrate.job.limits import format_bytes
 from orchestrate.job.plan import pluralize
 
@@ -65,9 +67,33 @@ def _jobs(args: argparse.Namespace) -> Iterator[tuple[Path, Callable[[], None]]]
 
 
 def _caches() -> Iterator[tuple[Path, Callable[[], None]]]:
+    """Yield what is cached, except what a job of this account uses that has not ended."""
+    using = _used()
     for kind in CACHES:
-        if (folder := private.cache(kind)).is_dir():
-            yield folder, partial(shutil.rmtree, folder)
+        folder = private.cache(kind)
+        for cached in sorted(filter(Path.is_dir, folder.iterdir())) if folder.is_dir() else ():
+            if user := next((user for path, user in using.items() if path.is_relative_to(cached)), None):
+                print_message(f"{cached} is kept: job {user} has not ended")
+            else:
+                yield cached, partial(_discard, cached)
+
+
+def _discard(cached: Path) -> None:
+    shutil.rmtree(cached)
+    cached.with_name(f"{cached.name}.lock").unlink(missing_ok=True)
+
+
+def _used() -> dict[Path, str]:
+    """Return the folders and files that jobs use which have not ended, and the names of these."""
+    found: dict[Path, str] = {}
+    for run in records.runs():
+        paths = JobPaths(run)
+        with contextlib.suppress(errors.OrchestrateError):  # its files are damaged
+            if not store.ended(paths):
+                spec, plan = store.load(paths)
+                used = [*data_folders(spec).values(), plan.placement.code, plan.placement.python]
+                found |= {Path(path): run.name for path in used}
+    return found
 
 
 def _size(folder: Path) -> int:

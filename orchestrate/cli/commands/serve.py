@@ -174,7 +174,7 @@ class Site:
         mask = store.look(paths)[0].mask()
         try:
             with paths.folder.open(f"logs/rank-{rank}.log") as file:
-                lines = deque(last(file, MAX_LOG), MAX_ROWS)
+                lines = deque(last(file, MAX_LOG, MAX_ROWS), MAX_ROWS)
                 return "\n".join(mask(clean(line)) for line in lines)
         except OSError:
             raise UsageError("no such log") from None

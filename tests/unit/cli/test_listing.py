@@ -1,5 +1,6 @@
 """Jobs that have ended, in `ps --all` and `prune`; events in `events`; plans and lists as JSON."""
 
+import dataclasses
 import json
 import os
 import re
@@ -8,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from support.commanded import Meanwhile, create, noted, runs_elsewhere, supervised
+from support.commanded import SPEC, Meanwhile, create, noted, runs_elsewhere, supervised
 from support.scripted import ALL_WELL
 
 from orchestrate import console
@@ -16,6 +17,7 @@ from orchestrate.cli import listing
 from orchestrate.files import private, records
 from orchestrate.files.paths import JobPaths
 from orchestrate.job.events import OutcomeDecided, WorkersStarted
+from orchestrate.job.folders import cached_data
 from orchestrate.job.outcomes import Outcome
 
 DAY = 86400
@@ -115,10 +117,25 @@ def test_prune_must_remove_caches_only_on_request(do, tmp_path, monkeypatch):
     caches = [private.cache(kind) for kind in ("data", "environments", "sources")]
     for cache in caches:
         (cache / "x").mkdir(parents=True)
+    (caches[1] / "x.lock").touch()
+    found = [f"{cache}/x" for cache in caches]
     assert do("prune")[1] == []
-    assert do("prune", "--caches", "--dry-run")[1] == [*map(str, caches)] and caches[0].exists()
-    assert do("prune", "--caches")[1] == [*map(str, caches)]
-    assert not any(cache.exists() for cache in caches)
+    assert do("prune", "--caches", "--dry-run")[1] == found and (caches[0] / "x").exists()
+    assert do("prune", "--caches")[1] == found
+    assert not any(os.listdir(cache) for cache in caches)
+
+
+def test_prune_must_keep_what_a_job_uses_that_has_not_ended(do, jobs, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    used, other = cached_data("s3://bucket/used").parent, cached_data("s3://bucket/other").parent
+    for folder in (used, other):
+        folder.mkdir(parents=True)
+    job = create(JobPaths(jobs / "reads-1"), dataclasses.replace(SPEC, data={"d": "s3://bucket/used"}))
+    code, lines, messages = do("prune", "--caches")
+    assert (code, lines[-1]) == (0, str(other)) and used.exists() and not other.exists()
+    assert f"{used} is kept: job reads-1 has not ended" in messages
+    end(job, 0)
+    assert do("prune", "--caches")[1] == [str(used)] and not used.exists()
 
 
 def test_events_must_be_printed_with_their_time_and_what_they_are_about(do):

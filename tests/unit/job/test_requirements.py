@@ -35,6 +35,18 @@ def test_a_file_must_be_read_with_the_files_that_it_includes(tmp_path):
         ("./wheels/a.whl", "r.txt:1: ./wheels/a.whl installs from a local folder"),
         ("dist/a-1-py3-none-any.whl", "r.txt:1: dist/a-1-py3-none-any.whl installs from a local folder"),
         ("a @ file:///home/me/a", "r.txt:1: a installs from a local folder"),
+        ("FILE:///home/me/a", "r.txt:1: FILE:///home/me/a installs from a local folder"),
+        ("a @ FILE:/home/me/a", "r.txt:1: a installs from a local folder"),
+        ("file:///home/me/a#egg=https://host/a", "installs from a local folder"),
+        ("./a.whl;https://host/a", "installs from a local folder"),
+        ("A.WHL", "r.txt:1: A.WHL installs from a local folder"),
+        ("git+file:///home/me/a", "r.txt:1: git+file:///home/me/a installs from a local folder"),
+        ("a @ git+FILE:///home/me/a", "r.txt:1: a installs from a local folder"),
+        *(
+            (f"{option}{where}", f"r.txt:1: {option}{where} names a local folder, which nodes do not have")
+            for option in ("--index-url ", "-i ", "--extra-index-url=", "--find-links ", "-f ")
+            for where in ("file:///home/me", "FILE:/home/me", "/home/me", "../https://x")
+        ),
         ("..", "r.txt:1: .. installs from a local folder"),
         ("~/a", "r.txt:1: ~/a installs from a local folder"),
         ("--find-links wheels", "r.txt:1: --find-links wheels names a local folder, which nodes do not have"),

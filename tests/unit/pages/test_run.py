@@ -126,3 +126,11 @@ def test_curves_of_metrics_jsonl_must_be_preferred_to_as_many_points_in_the_outp
     assert curves_of(paths, SPEC, 1)[1:] == ({"***": [(1, 2), (2, 1)]}, "order in metrics.jsonl")
     (paths.shared / "metrics.jsonl").write_text('{"step": 4, "acc": 2}\n{"step": 9, "acc": 1}\n')
     assert curves_of(paths, SPEC, 1)[1:] == ({"acc": [(4, 2), (9, 1)]}, "step")
+
+
+def test_rows_that_take_a_byte_or_two_must_not_all_be_parsed(paths, monkeypatch):
+    monkeypatch.setattr("orchestrate.pages.run.MAX_ROWS", 100)
+    rows = [f'{{"step": {step}, "loss": {step}}}' for step in range(50_000)]
+    paths.metrics.write_text("{}\n" * 1_000_000 + "\n".join(rows) + "\n")
+    _, curves, axis = curves_of(paths, SPEC, 1)
+    assert axis == "step" and min(step for step, _ in curves["loss"]) > 40_000

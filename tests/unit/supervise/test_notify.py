@@ -92,3 +92,11 @@ def test_a_failed_notification_must_be_logged_without_its_target_and_output(tmp_
     (line,) = (tmp_path / "log").read_text().splitlines()
     assert line.endswith(": the notification started failed: CalledProcessError")
     assert capfd.readouterr() == ("", "")
+
+
+def test_the_body_of_an_answer_must_not_be_read(server):
+    server.endless = True
+    notifier = notify.Notifier(server.url, "a-1", "/runs/a-1")
+    notifier.event(events.GenerationStarted(0, ()))
+    notifier.close()
+    assert not notifier.thread.is_alive() and len(server.requests) == 1 and server.sent < 32 << 20
