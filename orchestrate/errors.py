@@ -54,6 +54,10 @@ class StorageLost(StorageError):
     """The object store does not respond, or fails; it may come back."""
 
 
+class StorageConflict(StorageError):
+    """What is in the way in the object store will not go away: another writer, or a link."""
+
+
 class ResourceError(OrchestrateError):
     """Something that the job needs is missing: an image, GPUs, Compose."""
 

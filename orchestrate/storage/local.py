@@ -13,7 +13,7 @@ from itertools import islice
 from pathlib import Path
 from urllib.parse import quote, unquote
 
-from orchestrate.errors import StorageError
+from orchestrate.errors import StorageConflict, StorageError
 from orchestrate.files.folder import Folder
 from orchestrate.storage.base import VARIABLES, Store, Version
 from orchestrate.storage.parallel import interruptible
@@ -125,7 +125,7 @@ class Local(Store):
             if link := next((each for each in (*reversed(path.parents), path) if each.is_symlink()), None):
                 own = Path("/", self._top).is_relative_to(link)  # in the URL
                 hint = f"use the folder itself: file://{quote(os.path.realpath(link))}" if own else "remove it"
-                raise StorageError(f"{where}: {link} is a link, which a job may have made", hint) from None
+                raise StorageConflict(f"{where}: {link} is a link, which a job may have made", hint) from None
             why = getattr(error, "strerror", None) or error
             raise StorageError(f"{where}: {why}", f"check {VARIABLES['file']}") from None
 

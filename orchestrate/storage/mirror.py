@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from orchestrate.errors import StorageError
+from orchestrate.errors import StorageConflict, StorageError
 from orchestrate.files.folder import Folder
 from orchestrate.node.checks import shown
 from orchestrate.storage import manifest as manifests
@@ -32,10 +32,6 @@ SCAN_INTERVAL = 2.0  # seconds between rounds; a file must not change for so lon
 MIN_INTERVAL = 0.25  # the same in seconds if files change all the time, which halves it in each round
 FIRST_RETRY, MAX_RETRY = 1.0, 30.0  # seconds until a failed round is retried, which double with each failure
 LAST_RETRY = 2.0  # seconds at most between retries once the job has ended, as its end waits for the copy
-
-
-class Conflict(StorageError):
-    """Another process writes to the same place."""
 
 
 @dataclass(frozen=True)
@@ -205,7 +201,7 @@ class Mirror:
         return [entry for entry in old if entry.path in now.files and entry.path not in settled]
 
     def _commit(self, entries: tuple[Entry, ...]) -> None:
-        """Write the next manifest, then remove what only old ones name; raises Conflict if another writer was first.
+        """Write the next manifest, then remove what only old ones name; raises StorageConflict if another writer was first.
 
         Does nothing if there is nothing new. An empty folder never replaces files: it may be a mistake.
         """
@@ -229,14 +225,14 @@ class Mirror:
         return self._newest is not None and self._newest.files == entries
 
     def _adopt(self, sequence: int) -> None:
-        """Read a manifest that must be ours, and count it as written; raises Conflict if it is another writer's."""
+        """Read a manifest that must be ours, and count it as written; raises StorageConflict if it is another writer's."""
         hint = "stop one of them, or use another prefix"
         try:
             manifest = manifests.read(self.store, sequence)
         except Damaged:
-            raise Conflict(f"{self.store.url}: another program also writes there", hint) from None
+            raise StorageConflict(f"{self.store.url}: another program also writes there", hint) from None
         if manifest.writer != self._writer:
-            raise Conflict(f"{self.store.url}: job {shown(manifest.job)} also writes there", hint)
+            raise StorageConflict(f"{self.store.url}: job {shown(manifest.job)} also writes there", hint)
         self._sequences.add(sequence)
         self._before, self._newest = self._newest, manifest
         self._update(committed=manifest.time)
@@ -276,7 +272,7 @@ class Mirror:
                 return
             except Exception as error:  # also a bug: the copy that exists is still good, and the next round may work
                 self._failed(error)
-                if isinstance(error, Conflict):
+                if isinstance(error, StorageConflict):
                     return
                 delay, retry = retry, min(2 * retry, MAX_RETRY)
             if final:

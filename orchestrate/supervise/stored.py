@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from orchestrate.console import during, phase
-from orchestrate.errors import OrchestrateError, StorageError
+from orchestrate.errors import OrchestrateError, StorageConflict, StorageError
 from orchestrate.files.paths import CHECKPOINTS, JobPaths
 from orchestrate.job import events
 from orchestrate.job.recorder import Recorder
@@ -124,6 +124,9 @@ class Stored(Stores):
                     error = StorageError("")
                     break
                 except Stopped:
+                    break
+                except StorageConflict as failure:
+                    error = failure
                     break
                 except (StorageError, OSError, Changed, Unreadable) as failure:
                     error = failure if isinstance(failure, StorageError) else StorageError(str(failure))

@@ -70,7 +70,7 @@ def test_folders_of_this_machine_must_not_be_exported(given, target):
 
 LINKS = """
 import os, sys
-os.symlink(sys.argv[1], f"/cache/{os.environ['TORCHELASTIC_RUN_ID']}")
+os.symlink(sys.argv[1], f"/cache/{os.environ['JOB_ID']}")
 os.symlink(sys.argv[1], "/cache/sub")
 open(os.path.join(os.environ["JOB_DIR"], "result"), "w").close()
 """
@@ -84,7 +84,7 @@ def test_a_job_must_not_lead_the_host_out_of_a_folder_that_it_can_write(given, d
     private = f"{given.folder}/private"
     done = given("run", *OPTIONS, "--mount", "cache:/cache:rw", *output, "links.py", private)
     link = given.folder / "cache" / given.run_dir().name
-    assert f"{link} is a link, which a job may have made" in done.stderr and done.returncode == 1
+    assert f"{link} is a link, which a job may have made" in done.stderr
     done = given("run", *OPTIONS, "--data", "train=cache/sub", "uses.py", "x")
     why = f"error: {given.folder}/cache/sub leads to {private}, out of {given.folder}/cache, where a job may have made"
     assert (done.returncode, why in done.stderr) == (2, True)

@@ -64,7 +64,7 @@ def test_a_url_that_cannot_be_used_must_be_refused(cli, key, url):
 
 def test_a_missing_library_must_be_named(cli):
     blocked = "import sys; sys.modules['obstore.exceptions'] = None; from orchestrate.cli.main import main; "
-    blocked += "sys.exit(main(['run', '--engine', 'process', '--output', 'file:///x', 'count.py']))"
+    blocked += "sys.exit(main(['run', '--engine', 'process', '--output', 's3://bucket/x', 'count.py']))"
     done = subprocess.run([sys.executable, "-c", blocked], cwd=cli.folder, env=cli.env, capture_output=True, text=True)
     assert (done.returncode, "needs the package obstore" in done.stderr) == (4, True), done.stderr
 

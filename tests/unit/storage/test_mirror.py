@@ -8,11 +8,10 @@ import pytest
 from support.object_stores import BIG, MIB, Trigger, fetched, run_mirror
 from support.optional import not_none
 
-from orchestrate.errors import StorageError
+from orchestrate.errors import StorageConflict, StorageError
 from orchestrate.storage.content import Changed, Content
 from orchestrate.storage.fetch import never
 from orchestrate.storage.manifest import contents, key_of, newest
-from orchestrate.storage.mirror import Conflict
 from orchestrate.storage.scan import Facts
 from orchestrate.storage.store import open_store
 
@@ -282,7 +281,7 @@ def test_two_writers_must_not_write_the_same_manifest(moto, saved, elsewhere):
         create(key, data)
 
     other_store.create = create_late
-    with pytest.raises(Conflict, match="job 'first-1' also writes there"):
+    with pytest.raises(StorageConflict, match="job 'first-1' also writes there"):
         second.sync(never, final=True)
     assert fetched(store, elsewhere) == {"state.pt": b"first"}
     saved.write("state.pt", b"third")
@@ -296,7 +295,7 @@ def test_a_second_writer_must_be_noticed_without_conditional_writes(rclone, save
     first, second = saved.copy(store), elsewhere.mirror(store, job="second-2")
     assert second.sync(never, final=True)
     saved.write("state.pt", b"third")
-    with pytest.raises(Conflict, match="job 'second-2' also writes there"):
+    with pytest.raises(StorageConflict, match="job 'second-2' also writes there"):
         first.sync(never, final=True)
     assert fetched(store, elsewhere) == {"state.pt": b"second"}
 
