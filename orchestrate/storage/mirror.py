@@ -201,7 +201,7 @@ class Mirror:
         return [entry for entry in old if entry.path in now.files and entry.path not in settled]
 
     def _commit(self, entries: tuple[Entry, ...]) -> None:
-        """Write the next manifest, then remove what only old ones name; raises StorageConflict if another writer was first.
+        """Write the next manifest, then remove what only old ones name; raises StorageConflict after another writer.
 
         Does nothing if there is nothing new. An empty folder never replaces files: it may be a mistake.
         """
@@ -225,7 +225,7 @@ class Mirror:
         return self._newest is not None and self._newest.files == entries
 
     def _adopt(self, sequence: int) -> None:
-        """Read a manifest that must be ours, and count it as written; raises StorageConflict if it is another writer's."""
+        """Read a manifest that must be ours, and count it as written; raises StorageConflict for another writer's."""
         hint = "stop one of them, or use another prefix"
         try:
             manifest = manifests.read(self.store, sequence)
