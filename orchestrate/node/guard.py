@@ -1,16 +1,17 @@
-"""Block a node's access to its host's ports and the cloud's metadata service, and the host's access to the node.
+"""Block a node's access to its host's ports and the cloud's metadata service, and others' access to the node.
 
 A program that runs next to the node:
 
-    python -I -S guard.py MARK ADDRESS/MASK ... tcp:PORT ...
+    python -I -S guard.py MARK ADDRESS/MASK ... net:ADDRESS/MASK ... tcp:PORT ...
 
 The orchestrator runs it in a separate container that shares the node's network namespace and has CAP_NET_ADMIN there,
 which no node has. It sets up a packet filter (nf_tables) that rejects what the node sends to these addresses, and what
-it receives from them: torch's store has no password, and any user of the host could change its content.
+it receives from them and from outside of its own networks (`net:`): torch's store has no password, and any user of
+the host could change its content; so could other containers, while Docker replaces its own rules between networks.
 Routes are not enough: a socket that is bound to an interface (SO_BINDTODEVICE) or skips gateways (SO_DONTROUTE)
 bypasses them, and needs no capability for that.
 
-The host can still connect to the ports that are listed.
+Everyone can still connect to the ports that are listed.
 It also adds a route to an unused address: a mark that shows the orchestrator, in /proc, that the filter is in place.
 Numbers are those of linux/netlink.h, linux/rtnetlink.h and linux/netfilter/nf_tables.h.
 """
@@ -39,6 +40,8 @@ SOURCE, DESTINATION = {IPV4: 12, IPV6: 8}, {IPV4: 16, IPV6: 24}  # its offsets i
 PROHIBITED = {IPV4: b"\x0d", IPV6: b"\x01"}  # ICMP: "administratively prohibited"
 ICMP6, TCP = 58, 6
 DNS = 53
+LOOPBACK = ["127.0.0.0/255.0.0.0", "::1/ffff:ffff:ffff:ffff:ffff:ffff:ffff:ffff"]
+ANY = ["0.0.0.0/0.0.0.0", "::/::"]
 
 
 def attribute(kind: int, *parts: bytes) -> bytes:
@@ -94,18 +97,31 @@ def outgoing(family: int, blocked: list[str], servers: list[bytes]) -> list[byte
     return found + refused(family, to, blocked)
 
 
-def incoming(family: int, blocked: list[str], ports: list[int]) -> list[bytes]:
-    """Rules for packets that a node receives: only answers from these addresses, and connections to these ports."""
+def incoming(family: int, blocked: list[str], ports: list[int], own: list[str]) -> list[bytes]:
+    """Rules for packets that a node receives: from its `own` networks, if there are any, without blocked addresses.
+
+    Answers, and connections to these ports, may come from anywhere.
+    """
+    sender = field(1, SOURCE[family], LENGTH[family])
     found = [IS_ANSWER + ACCEPT] + [IS_ICMP6 + ACCEPT] * (family == IPV6)
     found += [IS_TCP + field(2, 2, 2) + equals(struct.pack(">H", port)) + ACCEPT for port in ports]
-    return found + refused(family, field(1, SOURCE[family], LENGTH[family]), blocked)
+    found += refused(family, sender, blocked)
+    if own:
+        found += [match + ACCEPT for match in matches(family, sender, [*own, *LOOPBACK])]
+        found += refused(family, sender, ANY)
+    return found
 
 
 def refused(family: int, address: bytes, blocked: list[str]) -> list[bytes]:
     """A rule for each blocked address of a family; `address` loads the packet's."""
     refuse = expression("reject", number(1, 0), attribute(2, PROHIBITED[family]))
-    pairs = [[*map(packed, word.split("/"))] for word in blocked]
-    return [address + masked(mask) + equals(value) + refuse for value, mask in pairs if len(value) == LENGTH[family]]
+    return [match + refuse for match in matches(family, address, blocked)]
+
+
+def matches(family: int, address: bytes, patterns: list[str]) -> list[bytes]:
+    """The beginning of a rule for each ADDRESS/MASK of a family; `address` loads the packet's."""
+    pairs = [[*map(packed, word.split("/"))] for word in patterns]
+    return [address + masked(mask) + equals(value) for value, mask in pairs if len(value) == LENGTH[family]]
 
 
 def packed(address: str) -> bytes:
@@ -180,10 +196,11 @@ def resolvers(path: str) -> list[bytes]:
 def main() -> None:
     """Set up the filter, then the mark."""
     servers, words = resolvers("/etc/resolv.conf"), sys.argv[2:]
-    ports = [int(word[4:]) for word in words if word.startswith("tcp:")]
-    blocked = [word for word in words if not word.startswith("tcp:")]
+    ports, own = [word[4:] for word in words if word[:4] == "tcp:"], [word[4:] for word in words if word[:4] == "net:"]
+    blocked = [word for word in words if word[:4] not in ("tcp:", "net:")]
     for family in [IPV4] + [IPV6] * os.path.exists("/proc/net/if_inet6"):
-        rules = {INCOMING: incoming(family, blocked, ports), OUTGOING: outgoing(family, blocked, servers)}
+        into = incoming(family, blocked, [*map(int, ports)], own)
+        rules = {INCOMING: into, OUTGOING: outgoing(family, blocked, servers)}
         send(NETFILTER, batch(family, rules))
     mark(int(sys.argv[1]))
 

@@ -1,4 +1,4 @@
-"""Packet filter that keeps nodes from this machine's ports and the cloud's metadata service.
+"""Packet filter that keeps nodes from this machine's ports and the metadata service, and others from the nodes.
 
 Nodes have no capabilities, so a helper container in a node's network namespace sets up the filter (`node/guard.py`).
 Helpers run while nodes import torch; workers start only after they have ended.
@@ -102,6 +102,7 @@ class Guard:
             pid = self.daemon.client.api.inspect_container(str(node.id))["State"]["Pid"]
             source = Path(program.__file__).read_text()
             words = [f"{value}/{mask}" for value, mask in blocked(self.daemon.info, node)]
+            words += [f"net:{value}/{mask}" for value, mask in networks(node)]
             words += self.open if labels.node(node) == "master" else []
             mark = zlib.crc32("\n".join([source, *words]).encode()) >> 1  # the kernel prints it as a signed number
             if not marked(pid, mark):
@@ -182,6 +183,16 @@ def _neighbours(node: Container) -> list[Address]:
         if network.get("IPAddress"):
             found.append(ip_interface(f"{network['IPAddress']}/{network['IPPrefixLen']}").network.broadcast_address)
     return found
+
+
+def networks(node: Container) -> list[Pattern]:
+    """Return the networks of a node."""
+    found = []
+    for network in node.attrs["NetworkSettings"]["Networks"].values():
+        for address, length in (("IPAddress", "IPPrefixLen"), ("GlobalIPv6Address", "GlobalIPv6PrefixLen")):
+            if network.get(address):
+                found.append(_pattern(str(ip_interface(f"{network[address]}/{network[length]}").network)))
+    return sorted(found, key=str)
 
 
 def _pattern(network: str) -> Pattern:

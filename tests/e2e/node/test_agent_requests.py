@@ -106,10 +106,12 @@ def test_no_worker_must_start_if_the_expected_packet_filter_is_missing(waiting):
 def test_no_worker_must_start_if_a_folder_is_not_the_one_the_orchestrator_sees(waiting):
     (waiting.folder / "0.py").write_text("print('ran')")
     script, env = [str(waiting.folder / "0.py")], {"RANK": "0"}
-    here = waiting.folder.stat().st_ino
+    device, inode = waiting.folder.stat().st_dev, waiting.folder.stat().st_ino
+    here = f"{device}:{inode}"
     for folders, why in (
-        ({str(waiting.folder): here + 1}, "is not the folder that the orchestrator sees"),
-        ({"/none": 1}, "cannot be read"),
+        ({str(waiting.folder): f"{device}:{inode + 1}"}, "is not the folder that the orchestrator sees"),
+        ({str(waiting.folder): f"{device + 1}:{inode}"}, "is not the folder that the orchestrator sees"),
+        ({"/none": here}, "cannot be read"),
     ):
         waiting.pipe.heard.clear()
         waiting.pipe.ask("start", command=script, env=env, inherit=True, cwd=None, folders=folders)

@@ -152,6 +152,37 @@ def test_the_host_must_reach_a_node_only_from_addresses_that_the_node_may_reach(
     assert node.reach("tcp/127.0.0.1/4000", "tcp/::1/4000", "tcp/10.98.0.1/4000", "tcp/fd98::1/4000") == ["reached"] * 4
 
 
+FROM = """
+import errno, socket, sys
+for pair in sys.argv[2:]:
+    own, host = pair.split("/")
+    try:
+        socket.create_connection((host, int(sys.argv[1])), 60, (own, 0)).close()
+        print("reached")
+    except OSError as error:
+        print(errno.errorcode.get(error.errno, "timeout"))
+"""
+
+
+def test_only_its_own_networks_must_reach_a_node(node):
+    node.space.listen("0.0.0.0", PORT)
+    node.space.listen("::", PORT)
+    networks = ("net:10.99.0.0/255.255.255.0", "net:fd99::/ffff:ffff:ffff:ffff::")
+    ways = [f"{own}/10.99.0.2" for own in (V4, "10.98.0.1")] + [f"{own}/fd99::2" for own in (V6, "fd98::1")]
+
+    def found() -> list[bool]:
+        return [one in REFUSED for one in node.host.run(sys.executable, "-c", FROM, str(PORT), *ways).split()]
+
+    node.filter(*networks)
+    assert found() == [False, True, False, True]
+    own = [f"tcp/{address}/{PORT}" for address in ("127.0.0.1", "::1", "10.99.0.2", "fd99::2")]
+    assert node.reach(*own, *ALL) == ["reached"] * 9
+    node.filter(*networks, BOTH[0])
+    assert found() == [True, True, False, True]
+    node.filter(*networks, f"tcp:{PORT}")
+    assert found() == [False] * 4
+
+
 SPOOF = """
 import contextlib, socket, sys
 own, host, port = sys.argv[1:]
@@ -270,6 +301,11 @@ def test_this_machine_and_the_metadata_service_must_be_blocked(proc, address):
 )
 def test_all_other_addresses_must_stay_reachable(proc, address):
     assert not is_blocked(address)
+
+
+def test_the_networks_of_a_node_must_be_those_of_its_addresses():
+    found = guard.networks(container(**OWN, GlobalIPv6Address="fd07::3", GlobalIPv6PrefixLen=64))
+    assert [f"{value}/{mask}" for value, mask in found] == ["10.7.0.0/255.255.0.0", "fd07::/ffff:ffff:ffff:ffff::"]
 
 
 def test_addresses_of_future_networks_must_come_from_the_engines_pools(proc):

@@ -27,7 +27,8 @@ def job(tmp_path, monkeypatch) -> Iterator[Job]:
 def protected(job: Job, spec: JobSpec = SPEC) -> DockerSession:
     """A session with two nodes whose helper containers have ended."""
     for number, name in enumerate(("master", "trainer-1")):
-        job.answers.container(name)["NetworkSettings"]["Networks"]["j_job"] = {"EndpointID": f"first-{number}"}
+        network = {"EndpointID": f"first-{number}", "IPAddress": f"172.18.0.{number + 2}", "IPPrefixLen": 16}
+        job.answers.container(name)["NetworkSettings"]["Networks"]["j_job"] = network
     engine = job.session(spec)
     engine.up(job.plan(spec))
     again(engine)
@@ -59,6 +60,8 @@ def test_a_helper_must_have_one_capability_and_no_files_of_this_machine(job):
     assert host["LogConfig"] == {"Type": "json-file", "Config": {"max-size": "1m"}}
     assert not host.get("Binds") and not host.get("Mounts") and not host.get("Privileged") and not body.get("Volumes")
     assert body["Entrypoint"][:4] == ["python", "-I", "-S", "-c"] and body["User"] == "0:0"
+    networks = [word for word in body["Entrypoint"] if word.startswith("net:")]
+    assert networks == ["net:172.18.0.0/255.255.0.0"]
     assert body["Env"] == ["NVIDIA_VISIBLE_DEVICES=void"]
     assert body["Labels"] == labels.only({"orchestrate.guard": "j", "orchestrate.run": str(job.run)})
     assert job.answers.query_of(CREATE)[0]["name"].startswith("j-guard-")
