@@ -14,6 +14,7 @@ from orchestrate import __version__
 from orchestrate.cli.parser import Parser
 from orchestrate.cli.table import COMMANDS
 from orchestrate.console import called
+from orchestrate.job import patterns
 from orchestrate.job.spec import description
 from orchestrate.job.strict_yaml import shown
 from orchestrate.job.values import LONG
@@ -222,11 +223,11 @@ def port(text: str) -> int:
     return int(text)
 
 
-def pattern(text: str) -> re.Pattern[str]:
-    """Compile a regular expression."""
+def pattern(text: str) -> Any:
+    """Compile a regular expression, whose searches can be limited in time."""
     try:
-        return re.compile(text)
-    except re.error as error:
+        return patterns.compiled(text)
+    except ValueError as error:
         raise argparse.ArgumentTypeError(f"{shown(text)} is not a regular expression: {error}") from None
 
 

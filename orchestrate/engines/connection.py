@@ -22,7 +22,7 @@ class NodeConnection:
 
     def __init__(self, sock: socket.socket, key: bytes, decode: Callable[[bytes], bytes] = bytes) -> None:
         """`key` is the job's key; `decode` unwraps the frames in which an engine sends data."""
-        self.sock, self.decode, self.partial = sock, decode, b""
+        self.sock, self.decode, self.partial = sock, decode, bytearray()
         self.signer = Signer(key, listens=False)
         sock.settimeout(ANSWER_TIMEOUT)
 
@@ -49,7 +49,7 @@ class NodeConnection:
                 raise OSError("line too long, or connection closed")
             self.partial += self.decode(chunk)
         line, _, self.partial = self.partial.partition(b"\n")
-        return line
+        return bytes(line)
 
     def send(self, request: protocol.Request) -> bool:
         """Send a request to the node; return False if the connection is closed."""
@@ -66,7 +66,11 @@ class NodeConnection:
             chunk = self.sock.recv(1 << 16)
         if not chunk:
             return None
-        *lines, self.partial = (self.partial + self.decode(chunk)).split(b"\n")
+        chunk, lines = self.decode(chunk), list[bytes]()
+        self.partial += chunk
+        if b"\n" in chunk:  # otherwise, a node that sends single bytes would make us search all of them again
+            *lines, rest = bytes(self.partial).split(b"\n")
+            self.partial = bytearray(rest)
         if len(self.partial) > protocol.MAX_REPORT:
             return None
         try:

@@ -39,7 +39,14 @@ OF_HOOKS = {"GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_OBJECT_DIRECTORY"
 PLAIN = (
     *("-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null", "-c", "protocol.ext.allow=never"),
     *("-c", "safe.bareRepository=explicit"),
+    *("-c", "core.packedGitLimit=512m", "-c", "core.packedGitWindowSize=32m"),
 )
+LIMITED = (
+    "sh",
+    "-c",
+    'ulimit -v 2097152; exec "$@"',
+    "sh",
+)  # KiB of memory: a file of empty lines takes 26 times its size
 NO_FILTER = {"clean": "", "smudge": "", "process": "", "required": "false"}
 
 
@@ -243,7 +250,7 @@ def _output(command: list[str], folder: Path, env: dict[str, str], most: int) ->
     # Objects that are missing are not fetched.
     env = _environment() | {"GIT_ALLOW_PROTOCOL": "none", "GIT_WORK_TREE": str(tree)} | env
     streams: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-    with subprocess.Popen(command, cwd=folder, env=env, **streams) as git:
+    with subprocess.Popen([*LIMITED, *command], cwd=folder, env=env, **streams) as git:
         limit = threading.Timer(STATUS_TIMEOUT, git.kill)
         limit.start()
         try:

@@ -341,6 +341,8 @@ def report(line: bytes) -> Any:
     word = message.get("say")
     if not isinstance(word, str) or word not in REPORTS:
         raise ValueError("not a report")
+    if len(line) > MAX_SHORT_REPORT and not line.startswith(f'{{"say": "{word}"'.encode()):  # it says two things
+        raise ValueError("too long")
     kind = REPORTS[word]
     return _checked(kind, word, {name: message[name] for name in kind._fields if name in message})  # type: ignore[attr-defined]
 

@@ -56,7 +56,7 @@ def restore(
             found = manifest
             break
         except Damaged as error:
-            problems.append(error)
+            problems.append(Damaged(str(error), error.hint))
     return checked(store, found, problems, warn)
 
 

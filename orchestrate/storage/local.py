@@ -14,12 +14,14 @@ from pathlib import Path
 from urllib.parse import quote, unquote
 
 from orchestrate.errors import StorageConflict, StorageError
-from orchestrate.files.folder import Folder
-from orchestrate.storage.base import VARIABLES, Store, Version
+from orchestrate.files.folder import MAX_DEPTH, Folder
+from orchestrate.storage.base import MAX_OBJECTS, VARIABLES, Store, Version
 from orchestrate.storage.parallel import interruptible
+from orchestrate.storage.scan import is_sparse
 
 NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 PIECE = 1 << 20  # bytes per read
+MAX_KEY = 5000  # characters of a key that is listed, which is a path of at most 4,000 bytes below a prefix
 BATCH = 1000  # files that are listed at a time
 PART = ".orchestrate-part"  # end of the name of a file that is being written
 
@@ -51,6 +53,8 @@ class Local(Store):
     def read(self, key: str) -> Iterator[bytes]:
         """Read a file in pieces."""
         with self._errors(key), interruptible(self._root.open, self._path(key)) as file:
+            if is_sparse(os.fstat(file.fileno())):
+                raise StorageError(f"{self.url}/{key} is a sparse file, which is not read", "remove it")
             while piece := interruptible(file.read, PIECE):
                 yield piece
 
@@ -86,7 +90,7 @@ class Local(Store):
                     os.unlink(part, dir_fd=folder)
 
     def _files(self, below: str) -> Iterator[Version]:
-        pending = [below]
+        pending, entries_left = [below], 2 * MAX_OBJECTS
         while pending:
             here = pending.pop()
             with contextlib.ExitStack() as stack:
@@ -94,8 +98,14 @@ class Local(Store):
                 folder = stack.enter_context(self._root.opened(self._path(here)))
                 for entry in stack.enter_context(os.scandir(folder)):
                     key = f"{here}/{entry.name}" if here else entry.name
+                    entries_left -= 1
+                    if entries_left < 0:
+                        raise StorageError(f"{self.url} holds too many folders", "use an empty prefix")
+                    if len(key) > MAX_KEY:
+                        continue
                     if entry.is_dir(follow_symlinks=False):
-                        pending.append(key)
+                        if key.count("/") <= 2 * MAX_DEPTH:
+                            pending.append(key)
                     elif entry.is_file(follow_symlinks=False) and not entry.name.endswith(PART):
                         status = entry.stat(follow_symlinks=False)
                         yield Version(key, status.st_size, f"{status.st_ino} {status.st_mtime_ns}")
@@ -131,9 +141,12 @@ class Local(Store):
 
 
 def _linked(part: str, name: str, folder: int) -> bool:
-    """Give a file another name; return False where that is not possible. Raises FileExistsError."""
+    """Give a file another name; return False where that is not possible. Raises FileExistsError.
+
+    A link that a job puts in place of the file is not followed: its target would get the name.
+    """
     try:
-        os.link(part, name, src_dir_fd=folder, dst_dir_fd=folder)
+        os.link(part, name, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=False)
     except FileExistsError:
         raise
     except OSError:

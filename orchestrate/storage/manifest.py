@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 VERSION = 1
 FILES, MANIFESTS = "files", "manifests"
 MAX_MANIFEST = 64 << 20  # bytes; enough for MAX_FILES paths of usual length
+MAX_TRIED = 10  # manifests; a copy has two
 MAX_NAME = 255  # bytes of a file's name, as on Linux; characters of the name of a job or process
 MAX_SHOWN = 150  # characters of each name in a key: with the digest, a folder can store it, and 1,024 bytes in S3
 MAX_KEY = 600  # characters of the path in a key
@@ -146,7 +147,7 @@ def read(store: Store, sequence: int) -> Manifest:
     try:
         return _decoded(bytes(text), sequence)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        why = error if isinstance(error, ValueError) else "it has an unknown format"
+        why = str(error) if isinstance(error, ValueError) else "it has an unknown format"
         raise Damaged(f"{store.url}/{key} is damaged: {why}") from None
 
 
@@ -176,14 +177,14 @@ def intact(store: Store, there: Contents, problems: list[Damaged]) -> Iterator[M
 
     The content of files is not read. Raises StorageError.
     """
-    for sequence in sorted(there.sequences, reverse=True):
+    for sequence in sorted(there.sequences, reverse=True)[:MAX_TRIED]:
         try:
             manifest = read(store, sequence)
             for entry in manifest.files:
                 if there.objects.get(entry.key) != entry.size:
                     raise Damaged(f"{store.url}/{entry.key} is missing, or has another size")
         except Damaged as error:
-            problems.append(error)
+            problems.append(Damaged(str(error), error.hint))  # the traceback of `error` holds the whole text
         else:
             yield manifest
 

@@ -65,6 +65,11 @@ def scan(folder: Folder, below: str) -> Scan:
     return found
 
 
+def is_sparse(status: os.stat_result) -> bool:
+    """Whether a file is large, and has much less content than its size."""
+    return status.st_size > max(HOLLOW, SPARSE * 512 * status.st_blocks)
+
+
 def _take(entry: os.DirEntry[str], path: str, found: Scan, pending: list[str]) -> None:
     try:
         length = len(path.encode())
@@ -85,7 +90,7 @@ def _take(entry: os.DirEntry[str], path: str, found: Scan, pending: list[str]) -
         found.skipped[shown(path)] = f"its path is longer than {MAX_PATH:,} bytes"
     elif status.st_size > MAX_SIZE:
         found.skipped[shown(path)] = f"larger than {MAX_SIZE >> 30} GiB"
-    elif status.st_size > max(HOLLOW, SPARSE * 512 * status.st_blocks):
+    elif is_sparse(status):
         found.skipped[shown(path)] = "a sparse file, which has much less content than its size"
     else:
         found.files[path] = Facts.of(status)

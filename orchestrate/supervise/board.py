@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import math
 import os
 import queue
-import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -24,7 +25,9 @@ INTERVAL = 2.0  # seconds between two writes
 LAST_TIMEOUT = 10.0  # seconds to write the last metrics
 MAX_QUEUED = 10_000  # lines of output that wait to be written
 MAX_STEP = 1 << 62
-MAX_READ = 8 << 20  # bytes of it per read
+MAX_READ, PIECE = 8 << 20, 1 << 16  # bytes that are left out if there are more, and that are read at a time
+MAX_SECONDS, LAST_SECONDS = 0.2, 2.0  # of work in a turn, and in the last one
+MAX_FILE = 64 << 20  # bytes of events
 MAX_NAMES, MAX_NAME = 200, 100  # metrics of a job, and characters of a name
 LARGEST = 3.4e38  # of a float with 32 bits
 PATTERN = "events.out.tfevents.*"
@@ -72,30 +75,38 @@ class Board:
         while not ended and self.works:
             ended = self.ending.wait(INTERVAL)
             try:
-                self.catch_up()
+                self.catch_up(LAST_SECONDS if ended else MAX_SECONDS)
                 if ended and self.file:
                     self.file.close()
-            except OSError:  # a full disk
+            except OSError:  # a full disk, or a job that writes without end
                 log.warning("no TensorBoard events", exc_info=True)
                 self.works = False
+                if self.file:
+                    with contextlib.suppress(OSError):
+                        self.file.close()
 
-    def catch_up(self) -> None:
-        """Write what was taken since the last call, and what the script has written to metrics.jsonl.
+    def catch_up(self, seconds: float = LAST_SECONDS) -> None:
+        """Write what was taken since the last call, and what the script has written to metrics.jsonl, for some time.
 
-        Lines of the output count only if the script does not write that file. Those without a step are numbered.
+        Lines of the output count only if the script does not write that file. Those without a step are numbered. Raises
+        OSError, also if there are too many events.
         """
-        while not self.queue.empty():
+        until = time.monotonic() + seconds
+        while not self.queue.empty() and time.monotonic() < until:
             found = self.queue.get()
             if not os.path.lexists(self.paths.shared / METRICS):
                 self._heard(found)
         with contextlib.suppress(OSError), self.paths.folder.open(METRICS) as file:
-            self.lines.near_end(file, sys.maxsize)  # it may have been truncated
-            for values in measurements(self.lines.new(file, MAX_READ)):
-                step = values.pop("step", None)
-                values.pop(TOTAL, None)
-                self._write(step if type(step) is int and 0 <= step < MAX_STEP else None, values)
+            self.lines.near_end(file, MAX_READ)  # it may have been truncated
+            while time.monotonic() < until and (lines := [*self.lines.new(file, PIECE)]):
+                for values in measurements(lines):
+                    step = values.pop("step", None)
+                    values.pop(TOTAL, None)
+                    self._write(step if type(step) is int and 0 <= step < MAX_STEP else None, values)
         if self.file:
             self.file.flush()
+            if self.file.size > MAX_FILE:
+                raise OSError(errno.EFBIG, "too many metrics")
 
     def _heard(self, found: Progress) -> None:
         """Write what a line says; steps of a bar are those of the job if it names the epoch."""

@@ -15,6 +15,7 @@ from pathlib import Path
 
 POLYNOMIAL = 0x82F63B78  # of CRC-32C, reversed (RFC 3720, appendix B.4)
 VERSION = b"brain.Event:2"
+NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 START = b"\x08\x01"  # SessionLog.status = START
 
 
@@ -24,7 +25,7 @@ class EventFile:
     def __init__(self, folder: Path) -> None:
         """Create it, with a name that TensorBoard looks for; raises OSError if that fails."""
         name = f"events.out.tfevents.{int(time.time()):010}.{socket.gethostname()}.{os.getpid()}.{time.monotonic_ns()}"
-        self._file = (folder / name).open("xb")
+        self._file, self.size = os.fdopen(os.open(folder / name, NEW, 0o600), "wb"), 0  # size in bytes
         self._add(0, _bytes(3, VERSION))
 
     def start(self, step: int) -> None:
@@ -49,7 +50,7 @@ class EventFile:
     def _add(self, step: int, what: bytes) -> None:
         event = struct.pack("<BdB", 1 << 3 | 1, time.time(), 2 << 3) + _varint(step) + what
         size = struct.pack("<Q", len(event))
-        self._file.write(size + _checksum(size) + event + _checksum(event))
+        self.size += self._file.write(size + _checksum(size) + event + _checksum(event))
 
 
 def _varint(number: int) -> bytes:

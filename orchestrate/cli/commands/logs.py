@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import heapq
-import re
 import sys
 import time
 from collections import deque
@@ -22,6 +22,9 @@ from orchestrate.job import store
 from orchestrate.job.logs import Follower, Line
 from orchestrate.job.times import Times
 from orchestrate.view.printer import Printer, Style
+
+MAX_TAIL = 16 << 20  # characters of all ranks that `--tail` keeps
+SEARCH_SECONDS = 1.0  # for one line, which a job can make to take hours
 
 
 class Timed(NamedTuple):
@@ -61,11 +64,11 @@ def run(args: argparse.Namespace) -> int:
     printer, show = Printer(plan, style), partial(console.out, colored=True)
     followers = [Follower(paths, [rank], hide=spec.mask(), colors=style.colors) for rank in sorted(wanted)]
     times, tail = _times(args, paths), args.tail
-    with waiting.detaching(paths.root.name):
+    with waiting.detaching(paths.root.name) if args.follow else contextlib.nullcontext():
         for running in waiting.rounds(args, paths):
             streams = [_selected(follower, args, times, end=not running) for follower in followers]
             if tail is not None:
-                streams = [iter(deque(stream, maxlen=tail)) for stream in streams]
+                streams = [_last(stream, tail, MAX_TAIL // len(streams)) for stream in streams]
             for when, line in heapq.merge(*streams) if args.merge else (one for stream in streams for one in stream):
                 show(printer.text([line.rank], line.text, when))
             tail, times = None, Times()  # later lines are new
@@ -76,6 +79,18 @@ def run(args: argparse.Namespace) -> int:
     elif all(follower.silent for follower in followers):
         print_message(f"no output of {f'rank {args.ranks}' if args.ranks else 'any rank'}")
     return errors.SUCCEEDED
+
+
+def _last(stream: Iterator[Timed], lines: int, characters: int) -> Iterator[Timed]:
+    """Return the last lines of a rank, fewer if they are very long."""
+    kept: deque[Timed] = deque()
+    size = 0
+    for one in stream:
+        kept.append(one)
+        size += len(one.line.text)
+        while len(kept) > lines or (size > characters and len(kept) > 1):
+            size -= len(kept.popleft().line.text)
+    return iter(kept)
 
 
 def _times(args: argparse.Namespace, paths: JobPaths) -> Times:
@@ -92,11 +107,16 @@ def _times(args: argparse.Namespace, paths: JobPaths) -> Times:
 
 def _selected(follower: Follower, args: argparse.Namespace, times: Times, end: bool) -> Iterator[Timed]:
     """Yield the lines of a rank that the options select."""
-    grep: re.Pattern[str] | None = args.grep
-    now = time.time()
+    now, searches = time.time(), True
     since = 0.0 if args.since is None else now - args.since
     for line in follower.lines(end=end):
-        if grep and not grep.search(console.clean(line.text)):
+        try:
+            if args.grep and not args.grep.search(console.clean(line.text), timeout=SEARCH_SECONDS):
+                continue
+        except TimeoutError:
+            if searches:
+                print_message(f"warning: a search in the output of rank {line.rank} took too long, and was given up")
+            searches = False
             continue
         when = times.at(line.rank, line.offset) or now  # the last lines have not been noted yet
         if when >= since:

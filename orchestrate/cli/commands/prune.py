@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -98,4 +99,11 @@ def _used() -> dict[Path, str]:
 
 def _size(folder: Path) -> int:
     """Return the bytes that a folder takes on its disk."""
-    return sum(path.lstat().st_blocks * 512 for path in folder.rglob("*"))
+    size, pending = 0, [str(folder)]
+    while pending:
+        with contextlib.suppress(OSError), os.scandir(pending.pop()) as entries:  # it was removed meanwhile
+            for entry in entries:
+                size += entry.stat(follow_symlinks=False).st_blocks * 512
+                if entry.is_dir(follow_symlinks=False):
+                    pending.append(entry.path)
+    return size

@@ -161,7 +161,7 @@ class Daemon:
         frames = Frames()
         sock = stream._sock.dup()  # the SDK's own socket is closed only by the garbage collector
         connection = NodeConnection(sock, key, frames.stdout)
-        connection.partial = frames.stdout(_buffered_output(stream))
+        connection.partial += frames.stdout(_buffered_output(stream))
         stream._response.close()
         return connection if connection.greet(patience) else None
 

@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import shlex
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,7 +22,20 @@ from orchestrate.files.folder import write_whole
 
 NETWORK = "orchestrate"  # name of the job's network in the Compose file
 SHOWN_LINES, MAX_LINES = 10, 10_000  # of each service: in an error, and in a file
+SHOWN_BYTES, MAX_BYTES = 16 << 10, 4 << 20
 SERVICE = r"[A-Za-z0-9._-]+"  # name of a service
+
+
+def _end(container: Container, lines: int, most: int) -> bytes:
+    """Return the last lines of a container's output, and the last bytes of these."""
+    kept: deque[bytes] = deque()
+    size = 0
+    for piece in container.logs(tail=lines, stream=True, follow=False):
+        kept.append(piece)
+        size += len(piece)
+        while size - len(kept[0]) >= most:
+            size -= len(kept.popleft())
+    return b"".join(kept)[-most:]
 
 
 class Services:
@@ -66,7 +80,7 @@ class Services:
     def save_logs(self, path: Path) -> None:
         """Write the last lines of each service to a file; raises EngineError or OSError."""
         with self.daemon.translating_errors("could not read the output of the services"):
-            parts = [f"--- {each.name}\n".encode() + each.logs(tail=MAX_LINES) for each in self._containers()]
+            parts = [f"--- {each.name}\n".encode() + _end(each, MAX_LINES, MAX_BYTES) for each in self._containers()]
         write_whole(path, b"\n".join(parts).decode(errors="replace"))
 
     def _containers(self) -> list[Container]:
@@ -79,7 +93,7 @@ class Services:
         with contextlib.suppress(EngineError), self.daemon.translating_errors("could not read their output"):
             for each in self._containers():
                 if each.status != "running" or each.attrs["State"].get("Health", {}).get("Status") == "unhealthy":
-                    text = each.logs(tail=SHOWN_LINES).decode(errors="replace")
+                    text = _end(each, SHOWN_LINES, SHOWN_BYTES).decode(errors="replace")
                     lines += [f"\n    {each.name} | {line}" for line in text.splitlines()]
         return "".join(lines)
 

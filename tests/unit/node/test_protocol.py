@@ -38,6 +38,13 @@ def test_long_messages_must_be_refused_except_file_lists_and_contents(say):
             report(line)
 
 
+def test_a_long_report_must_not_turn_into_another_one():
+    line = encoded("status", more="x" * (1 << 20)).replace(b'{"say": "status"', b'{"say": "changes", "say": "status"')
+    assert line.startswith(b'{"say": "changes", "say": "status"')
+    with pytest.raises(ValueError, match="too long"):
+        report(line)
+
+
 def test_an_invalid_report_must_be_refused():
     for line in (
         b'{"say": "failed", "error": 3}',

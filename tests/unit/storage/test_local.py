@@ -107,3 +107,42 @@ def test_a_pipe_in_place_of_an_object_must_not_be_read(store, tmp_path):
     assert not [*store.list("")]
     with pytest.raises(StorageError, match="not a regular file"):
         next(store.read("one"))
+
+
+def test_a_link_that_a_job_puts_in_place_of_an_unfinished_object_must_not_be_followed(
+    store, tmp_path, host, monkeypatch
+):
+    """Otherwise the host would give a file of its own another name, in a folder of the job."""
+    linked = os.link
+
+    def swap(part, *arguments, **options):
+        (tmp_path / "a b/store" / part).unlink()
+        (tmp_path / "a b/store" / part).symlink_to(host / "key")
+        linked(part, *arguments, **options)
+
+    monkeypatch.setattr(os, "link", swap)
+    store.create("one", b"1")
+    assert (host / "key").stat().st_nlink == 1
+    with pytest.raises(StorageError, match="one is a link"):
+        next(store.read("one"))
+
+
+def test_a_sparse_object_must_not_be_read(store, tmp_path):
+    store.put("one", b"")
+    os.truncate(tmp_path / "a b/store/one", 2 << 30)
+    with pytest.raises(StorageError, match="one is a sparse file"):
+        next(store.read("one"))
+
+
+def test_folders_of_any_depth_and_keys_of_any_length_must_cost_little(store, tmp_path, monkeypatch):
+    monkeypatch.setattr("orchestrate.storage.local.MAX_KEY", 200)
+    store.put("near/one", b"1")
+    store.put("x" * 201, b"1")
+    (tmp_path / "a b/store" / "/".join("d" * 100)).mkdir(parents=True)
+    for folder in (tmp_path / "a b/store").rglob("d"):
+        (folder / "file").touch()
+    found = [version.key for version in store.versions()]
+    assert "near/one" in found and 60 < len(found) < 70
+    monkeypatch.setattr("orchestrate.storage.local.MAX_OBJECTS", 10)
+    with pytest.raises(StorageError, match="holds too many folders"):
+        [*store.versions()]

@@ -3,6 +3,7 @@
 import hashlib
 import itertools
 import os
+import tracemalloc
 
 import pytest
 from support.object_stores import BIG, MIB, Trigger, fetched, run_mirror
@@ -11,7 +12,7 @@ from support.optional import not_none
 from orchestrate.errors import StorageConflict, StorageError
 from orchestrate.storage.content import Changed, Content
 from orchestrate.storage.fetch import never
-from orchestrate.storage.manifest import contents, key_of, newest
+from orchestrate.storage.manifest import Damaged, contents, key_of, manifest_key, newest
 from orchestrate.storage.scan import Facts
 from orchestrate.storage.store import open_store
 
@@ -335,3 +336,15 @@ def test_what_is_read_must_be_counted_within_a_file_but_not_when_it_is_read_agai
             mirror.sync(never, final=True)
     assert seen[0] > 8 * MIB and len({*seen[:8]}) > 5  # the first reading is for its digest
     assert {*seen[8:]} == {16 * MIB} == {mirror.state.read}
+
+
+def test_damaged_manifests_must_not_stay_in_memory(tmp_path):
+    store = open_store(f"file://{tmp_path}/store")
+    for number in range(1, 30):
+        store.put(manifest_key(number), b" " * (4 * MIB))
+    tracemalloc.start()
+    with pytest.raises(Damaged, match="has no intact copy"):
+        newest(store)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 24 * MIB

@@ -134,3 +134,28 @@ def test_the_end_of_a_job_must_close_its_events(paths):
     write(paths, {"step": 1, "loss": 0.5})
     finished(board)
     assert threading.active_count() == before
+
+
+def test_metrics_that_come_faster_than_they_are_written_must_be_left_out_and_not_keep_the_job_waiting(paths):
+    rows = b'{"a":1}\n' * (1 << 17)
+    paths.metrics.write_bytes(rows)
+    board = Board(paths, str)
+    board.catch_up(0.0)
+    assert board.lines.offset == 0
+    board.catch_up(0.001)
+    assert 0 < board.lines.offset < len(rows) // 4
+    paths.metrics.write_bytes(rows * 9)  # 9 MiB
+    board.catch_up(0.001)
+    assert board.lines.offset >= 1 << 20
+    paths.metrics.unlink()
+    finished(board)
+
+
+def test_events_without_end_must_be_given_up(paths, monkeypatch):
+    monkeypatch.setattr("orchestrate.supervise.board.MAX_FILE", 1000)
+    write(paths, *({"step": step, "loss": 0.5} for step in range(100)))
+    board = Board(paths, str)
+    finished(board)
+    assert not board.works
+    (path,) = paths.root.glob(PATTERN)
+    assert path.stat().st_mode & 0o777 == 0o600

@@ -150,3 +150,11 @@ def test_services_must_belong_to_a_job_and_not_to_the_cluster_that_it_runs_on(jo
     else:
         assert session.services and session.services.project == "j-services" and session.services.network == "c_job"
         assert session.services_log.parent.name == "j"
+
+
+def test_of_a_service_that_prints_without_end_only_the_last_bytes_must_be_kept(job, monkeypatch):
+    monkeypatch.setattr("orchestrate.engines.docker.services.MAX_BYTES", 10)
+    session = up(job)
+    service(job, "db", "0123456789abcdef", "running")
+    session.down(0)
+    assert session.services_log.read_text() == "--- db\n6789abcdef"
