@@ -120,7 +120,9 @@ class ProcessEngine:
         """List the jobs whose nodes listen."""
         found = []
         for folder in sorted(self.state.glob("*")):
-            nodes = [pid for path in folder.glob("*.sock") if (pid := _listener_pid(path))]
+            nodes: list[int] = []
+            with contextlib.suppress(FileNotFoundError):  # the job has just ended
+                nodes = [pid for path in folder.glob("*.sock") if (pid := _listener_pid(path))]
             if nodes:
                 run = (folder / "run").resolve()
                 found.append(JobState(folder.name, "process", len(nodes), run, os.getuid()))
