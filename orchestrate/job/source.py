@@ -41,12 +41,8 @@ PLAIN = (
     *("-c", "safe.bareRepository=explicit"),
     *("-c", "core.packedGitLimit=512m", "-c", "core.packedGitWindowSize=32m"),
 )
-LIMITED = (
-    "sh",
-    "-c",
-    'ulimit -v 2097152; exec "$@"',
-    "sh",
-)  # KiB of memory: a file of empty lines takes 26 times its size
+# With a limit of memory, in KiB: to compare a file of empty lines takes 26 times its size.
+LIMITED = ("sh", "-c", 'ulimit -v 2097152; exec "$@"', "sh")
 NO_FILTER = {"clean": "", "smudge": "", "process": "", "required": "false"}
 
 

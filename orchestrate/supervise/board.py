@@ -98,8 +98,10 @@ class Board:
                 self._heard(found)
         with contextlib.suppress(OSError), self.paths.folder.open(METRICS) as file:
             self.lines.near_end(file, MAX_READ)  # it may have been truncated
-            while time.monotonic() < until and (lines := [*self.lines.new(file, PIECE)]):
-                for values in measurements(lines):
+            begun = -1
+            while begun < self.lines.offset and time.monotonic() < until:
+                begun = self.lines.offset
+                for values in measurements(self.lines.new(file, PIECE)):
                     step = values.pop("step", None)
                     values.pop(TOTAL, None)
                     self._write(step if type(step) is int and 0 <= step < MAX_STEP else None, values)

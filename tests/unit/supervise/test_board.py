@@ -159,3 +159,9 @@ def test_events_without_end_must_be_given_up(paths, monkeypatch):
     assert not board.works
     (path,) = paths.root.glob(PATTERN)
     assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_rows_after_a_line_that_is_longer_than_a_read_must_be_written(paths):
+    write(paths, {"step": 1, "text": "x" * 300_000}, {"step": 2, "loss": 0.5})
+    finished(Board(paths, str))
+    assert curves(paths.root) == {"loss": [(2, 0.5)]}
