@@ -13,10 +13,13 @@ NEEDS = $(shell docker info >/dev/null 2>&1 && docker compose version >/dev/null
 run: $(VENV)/.$(NEEDS)
 	@$(VENV)/bin/python -m orchestrate run $(ARGS)
 
+# Collecting the tests here compiles them once, and not in each process that runs them.
 lint: $(VENV)/.test
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
-	$(VENV)/bin/mypy --config-file tests/mypy.ini tests & $(VENV)/bin/mypy; code=$$?; wait $$! && exit $$code
+	$(VENV)/bin/mypy --config-file tests/mypy.ini tests & types=$$!; \
+	$(VENV)/bin/python -m pytest --collect-only -qq > /dev/null & \
+	$(VENV)/bin/mypy; code=$$?; wait $$types || code=$$?; wait; exit $$code
 
 # Lint, types, and the tests that start no node and no engine: in minutes, before each commit.
 check: lint

@@ -35,7 +35,6 @@ class SupervisorStarted(Event):
     prepared: Time = 0.0  # seconds that the command took before: it may have built an image, or tested the GPUs
 
 
-@dataclass(frozen=True)
 class JobResumed(Event):
     """The job, which had ended, continues with another generation; its restart budget and time limit start again."""
 
@@ -92,12 +91,10 @@ class NodesMissing(Event):
     error: str
 
 
-@dataclass(frozen=True)
 class NodesStopping(Event):
     """The nodes are about to be taken down."""
 
 
-@dataclass(frozen=True)
 class NodesDown(Event):
     """All nodes are down."""
 
@@ -124,7 +121,6 @@ class NodeWell(Event):
     node: str
 
 
-@dataclass(frozen=True)
 class NodeBack(Event):
     """A missing node has come back."""
 
@@ -154,12 +150,10 @@ class WorkersAwaited(Event):
     ranks: tuple[Number, ...]
 
 
-@dataclass(frozen=True)
 class WorkersStarted(Event):
     """All workers are running."""
 
 
-@dataclass(frozen=True)
 class CheckpointSaved(Event):
     """The checkpoints folder has new or changed entries; what changes within two seconds counts as one checkpoint."""
 
@@ -235,7 +229,6 @@ class EngineLost(Event):
     error: str
 
 
-@dataclass(frozen=True)
 class EngineBack(Event):
     """The engine responds again."""
 

@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import subprocess
+import tempfile
 from pathlib import Path
 from typing import IO, BinaryIO
 
@@ -138,8 +139,10 @@ class Host:
 class Swarm:
     """Three hosts; the first is the manager, the one that `orchestrate` talks to."""
 
-    def __init__(self, folder: Path, count: int = 3) -> None:
-        template = folder / "template"
+    def __init__(self, count: int = 3) -> None:
+        # On the disk of the engine's data folder; the tests' own folders may be on another one.
+        self.folder = Path(tempfile.mkdtemp(prefix="hosts-"))
+        template = self.folder / "template"
         share_image(template)
         self.lock, self.slot = free_slot()
         slot, name = self.slot, bridge(self.slot)
@@ -150,7 +153,7 @@ class Swarm:
         self.hosts: list[Host] = []
         try:
             for number in range(1, count + 1):
-                self.hosts.append(Host(number, slot, folder, template))
+                self.hosts.append(Host(number, slot, self.folder, template))
                 self.hosts[-1].start()
             first = self.hosts[0]
             first.docker("swarm", "init", "--advertise-addr", first.address)
@@ -198,6 +201,7 @@ class Swarm:
         for host in self.hosts:
             host.remove()
         remove_bridge(self.slot)
+        shutil.rmtree(self.folder, ignore_errors=True)
         self.lock.close()
 
 

@@ -10,12 +10,12 @@ from support.waiting import eventually
 
 
 @pytest.fixture(scope="session")
-def hosts(docker_engine, tmp_path_factory):
+def hosts(docker_engine):
     """Three hosts; the fixture `swarm` checks that they are healthy and that a test leaves nothing on them."""
     if os.getuid() or not all(map(shutil.which, ("ip", "iptables", "nsenter", "unshare", "dockerd"))):
         reason = "needs root, iproute2, iptables and dockerd: each host is a network namespace with its own dockerd"
         pytest.fail(reason) if DOCKER_REQUIRED else pytest.skip(reason)
-    swarm = Swarm(tmp_path_factory.mktemp("hosts"))
+    swarm = Swarm()
     yield swarm
     swarm.remove()
 
