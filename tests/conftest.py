@@ -18,6 +18,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # for pytest itself: tests run in
 # Hundreds of commands and nodes start from this checkout; without its bytecode, each would compile it again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a script's shell ignores it for what it starts with `&`
 for name in ("SUDO_UID", "SUDO_GID"):  # root's nodes then run as a user without an account
     os.environ.pop(name, None)
 

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from orchestrate.engines.docker.document import literal
-from orchestrate.engines.docker.mounts import CODE, masks
+from orchestrate.engines.docker.mounts import CODE, check_script, masks
 from orchestrate.errors import UsageError
 from orchestrate.export import Shape, check_folders, document, quoted, shape
 from orchestrate.files.paths import JOB, PACKAGE, PROJECT, code_folder, is_text
@@ -26,7 +26,8 @@ def compose(spec: JobSpec, name: str) -> str:
     """Return a Compose file for `docker compose up`; raises UsageError for settings that cannot be exported."""
     job = shape(spec, name)
     code, run = (_mountable(folder) for folder in (code_folder(spec.command), _run(name)))
-    hidden = masks(Path(code), Path(run).parent, CODE, spec.command)
+    hidden = masks(Path(code), Path(run).parent, CODE)
+    check_script(hidden, spec.command)
     user = users.nodes_of(spec)
     bounds = limits(spec.memory, 0, job.nodes)
     values = {

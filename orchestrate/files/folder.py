@@ -143,11 +143,6 @@ def unlinked(path: Path) -> os.stat_result:
         return os.stat(path.name, dir_fd=folder, follow_symlinks=False)
 
 
-def nonblocking(path: str, flags: int) -> int:
-    """An opener for `open` that does not wait for the other end of a pipe."""
-    return os.open(path, flags | os.O_NONBLOCK)
-
-
 def regular(path: str | Path, folder: int | None = None) -> BinaryIO:
     """Open a regular file for reading, relative to a descriptor; raises OSError for a link, a pipe or a device."""
     return os.fdopen(opened(str(path), folder=folder), "rb")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -221,3 +221,9 @@ class JobPaths:
 def log(rank: int) -> str:
     """Return the path of a worker's log in the job folder."""
     return f"{LOGS}/rank-{rank}.log"
+
+
+def is_run(names: Iterable[str]) -> bool:
+    """Whether the names in a folder are those of a run directory, wherever it is and whoever created it."""
+    paths = JobPaths(Path())
+    return {*names} >= {paths.plan.name, paths.spec.name, paths.events.name}

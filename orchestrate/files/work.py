@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from orchestrate.files.folder import Folder, allows, allows_reading, walk_in
-from orchestrate.files.paths import JobPaths
+from orchestrate.files.paths import is_run
 
 MAX_FILE = 64 << 20  # bytes of a file that is copied
 MAX_BYTES, MAX_FILES = 512 << 20, 10_000  # bytes and files that are copied; either takes half a second
@@ -27,8 +27,6 @@ PIECE = 1 << 20  # bytes per read
 PART = ".orchestrate-part"  # name of a file that is being copied
 COMPILED = "__pycache__"
 NOT_A_FOLDER = (errno.ENOTDIR, errno.ELOOP)
-OF_JOB = JobPaths(Path())
-RUN = {OF_JOB.plan.name, OF_JOB.spec.name, OF_JOB.events.name}  # files by which a run directory is recognized
 
 Facts: TypeAlias = tuple[int, int]  # size in bytes and modification time in nanoseconds of a file
 
@@ -72,7 +70,7 @@ class Copy:
             with contextlib.suppress(OSError):
                 source = stack.enter_context(Folder(self.code.parent, self.code.name).opened(path))
                 entries = _entries(source, MAX_FILES + 1 if path else None)
-            if path and entries and _is_run(entries):
+            if path and entries and is_run(entry.name for entry in entries):
                 return []  # it has the files of another job, which may be large
             if entries is None or (path and not self._fits(entries)):
                 self._link(path, needed=not (entries and _is_venv(entries)))
@@ -197,10 +195,6 @@ def _entries(folder: int, most: int | None) -> list[os.DirEntry[str]]:
 
 def _is_venv(entries: list[os.DirEntry[str]]) -> bool:
     return any(entry.name == VENV for entry in entries)
-
-
-def _is_run(entries: list[os.DirEntry[str]]) -> bool:
-    return {entry.name for entry in entries} >= RUN
 
 
 def facts(status: os.stat_result) -> Facts:

@@ -13,29 +13,32 @@ from pathlib import Path
 
 from orchestrate.errors import UsageError
 from orchestrate.files import private, records
-from orchestrate.files.folder import content, write_whole
+from orchestrate.files.folder import content, unlinked, write_whole
+from orchestrate.node.trees import identity
 
 FOLDER = "writable"
 
 
 def note(folders: Iterable[Path]) -> None:
-    """Remember folders, given by their real paths; raises UsageError if that is not possible."""
+    """Remember folders, given by their real paths, by path and identity; raises UsageError if that is not possible."""
     for path in folders:
-        name = hashlib.sha256(os.fsencode(path)).hexdigest()
+        text = f"{identity(unlinked(path))} {path}"
+        name = hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()
         for place in records.places():
             with contextlib.suppress(OSError):
                 private.make(place / FOLDER)
                 with private.opened(place / FOLDER) as folder:
-                    write_whole(name, str(path), folder)
+                    write_whole(name, text, folder)
                     break
         else:
             raise UsageError(f"cannot keep a record of {path}", "set XDG_STATE_HOME to a folder that you own")
 
 
-def known() -> Iterator[Path]:
-    """Yield all folders."""
+def known() -> Iterator[tuple[str, Path]]:
+    """Yield the identity that each folder had, by which it is found if you have renamed it, and its path."""
     for place in records.places():
         with contextlib.suppress(OSError), private.opened(place / FOLDER) as folder:
             for name in os.listdir(folder):
                 with contextlib.suppress(OSError, ValueError):
-                    yield Path(content(name, folder))
+                    there, _, path = content(name, folder).partition(" ")
+                    yield there, Path(path)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import stat
 
 from orchestrate.errors import UsageError
-from orchestrate.files.folder import nonblocking
+from orchestrate.files.folder import regular
 from orchestrate.job.inputs import OF_SHELL
 from orchestrate.job.spec import JobSpec
 
@@ -32,9 +31,7 @@ def _read(name: str, source: str) -> str:
             raise UsageError(f"secrets.{name}: {name} {state} in this shell", f"export {name}, or {HINT}")
         return os.environ[name]
     try:
-        with open(source, "rb", opener=nonblocking) as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise ValueError("it is not a regular file")
+        with regular(os.path.realpath(source)) as file:
             return file.read(MAX_SIZE + 1).decode(errors="surrogateescape")
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-import stat
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from orchestrate.errors import UsageError
-from orchestrate.files.folder import nonblocking
+from orchestrate.files.folder import regular
 
 MAX_FILE = 1 << 20  # bytes of a job file
 MAX_DEPTH = 10  # levels of lists and mappings; a job file needs four
@@ -131,9 +130,7 @@ def read(path: Path) -> str:
         real = Path(os.path.realpath(path))
         if path.is_symlink() and not any(real.is_relative_to(folder.resolve()) for folder in (path.parent, Path())):
             raise UsageError(f"cannot read job file {path}: it is a link out of its folder", f"use its target: {real}")
-        with open(path, "rb", opener=nonblocking) as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise UsageError(f"cannot read job file {path}: not a regular file", "use a regular file")
+        with regular(real) as file:
             content = file.read(MAX_FILE + 1)
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error

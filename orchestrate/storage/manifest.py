@@ -30,10 +30,12 @@ log = logging.getLogger(__name__)
 VERSION = 1
 FILES, MANIFESTS = "files", "manifests"
 MAX_MANIFEST = 64 << 20  # bytes; enough for MAX_FILES paths of usual length
+MAX_VALUES = 8 * MAX_FILES  # in a manifest; each file has five, in an object
 MAX_TRIED = 10  # manifests; a copy has two
 MAX_NAME = 255  # bytes of a file's name, as on Linux; characters of the name of a job or process
 MAX_SHOWN = 150  # characters of each name in a key: with the digest, a folder can store it, and 1,024 bytes in S3
 MAX_KEY = 600  # characters of the path in a key
+STRING = re.compile(rb'"(?:[^"\\]|\\.)*"')
 NUMBER = re.compile(rf"{MANIFESTS}/(\d{{12}})\.json")
 OBJECT = re.compile(rf"{FILES}/.+=sha256-[0-9a-f]{{64}}")
 
@@ -190,6 +192,8 @@ def intact(store: Store, there: Contents, problems: list[Damaged]) -> Iterator[M
 
 
 def _decoded(text: bytes, sequence: int) -> Manifest:
+    if _values(text) > MAX_VALUES and _values(STRING.sub(b"", text)) > MAX_VALUES:
+        raise ValueError("it has too many values")
     stored = json.loads(text)
     fields = stored["manifest"]
     if stored["sha256"] != _checksum(fields):
@@ -206,6 +210,11 @@ def _decoded(text: bytes, sequence: int) -> Manifest:
     if any(entry.key != key_of(entry.path, entry.sha256) for entry in manifest.files):
         raise ValueError("a key does not match its file")
     return manifest
+
+
+def _values(text: bytes) -> int:
+    """The commas and brackets of JSON text; parsed, a small value takes thirty times its size."""
+    return sum(map(text.count, (b",", b"[", b"{")))
 
 
 def _checksum(fields: Any) -> str:

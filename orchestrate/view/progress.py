@@ -6,6 +6,7 @@ import ast
 import logging
 import math
 import re
+import time
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -57,6 +58,7 @@ STEP, TOTAL = ("step", "global_step", "current_step"), ("total_steps", "max_step
 MAX_STEP = 1 << 53  # beyond which not every float is a whole number
 MAX_BARS = 8  # of different lengths, such as those of training and evaluation
 SEARCH_SECONDS = 0.1  # for one pattern in one line
+SPARE_SECONDS, PER_CHARACTER = 1.0, 2e-6  # CPU seconds for one pattern in all lines; a usual search needs 1e-7
 
 
 @dataclass(frozen=True)
@@ -132,7 +134,8 @@ class Reader:
         """`patterns` are regular expressions by the name of their metric, which is the first group."""
         self.given, self.patterns = bool(patterns), {name: compiled(pattern) for name, pattern in patterns.items()}
         self.unmatched = {*patterns}  # names whose pattern no line has matched so far
-        self.slow: set[str] = set()  # names whose pattern is ignored, since a search took too long
+        self.slow: set[str] = set()  # names whose pattern is ignored, since searches took too long
+        self.left = dict.fromkeys(patterns, SPARE_SECONDS)
 
     def parse(self, line: str) -> Progress | None:
         """Return what a line says, as `parse` does; with patterns, its metrics are those that they find."""
@@ -151,18 +154,23 @@ class Reader:
         """Describe the patterns that have found nothing or were ignored, at the end of a job."""
         return [
             *(f"no line of rank 0 matches the pattern of the metric {name}" for name in sorted(self.unmatched)),
-            *(f"the pattern of the metric {name} was ignored: a search took too long" for name in sorted(self.slow)),
+            *(f"the pattern of the metric {name} was ignored: searches took too long" for name in sorted(self.slow)),
         ]
 
     def _search(self, name: str, line: str) -> float | None:
+        text, began = line[-MAX_LINE:], time.thread_time()
         try:
-            match = self.patterns[name].search(line[-MAX_LINE:], timeout=SEARCH_SECONDS)
+            match = self.patterns[name].search(text, timeout=SEARCH_SECONDS)
+            left = self.left[name] + PER_CHARACTER * len(text) - (time.thread_time() - began)
+            if left < 0:
+                raise TimeoutError
+            self.left[name] = min(SPARE_SECONDS, left)
             value = float(match[1].replace(",", "")) if match and match[1] else math.nan
             self.unmatched -= {name} if match else set()
         except ValueError:  # the group is not a number
             return None
         except (TimeoutError, MemoryError, RecursionError):
-            log.warning("the pattern of the metric %s is ignored from now on: a search took too long", name)
+            log.warning("the pattern of the metric %s is ignored from now on: searches take too long", name)
             del self.patterns[name]
             self.unmatched -= {name}
             self.slow |= {name}

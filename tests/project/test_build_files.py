@@ -44,8 +44,8 @@ class Make:
         command = ["make", f"VENV={self.venv}", *arguments]
         done = subprocess.run(command, cwd=ROOT, env=self.env | env, capture_output=True, text=True)
         calls = self.calls.read_text().splitlines()
-        first = next((place for place, call in enumerate(calls) if call.startswith("mypy")), len(calls))
-        calls[first : first + 2] = sorted(calls[first : first + 2])
+        first = next((place for place, call in enumerate(calls, 1) if call.startswith("ruff format")), len(calls))
+        calls[first : first + 3] = sorted(calls[first : first + 3])
         return done.returncode, calls
 
     def given(self) -> str:
@@ -83,7 +83,8 @@ def test_torch_must_be_installed_only_if_local_processes_need_it(make, lacking):
 
 
 def test_make_test_must_run_every_check_with_its_arguments(make):
-    checks = ["ruff check", "ruff format --check", "mypy", "mypy --config-file tests/mypy.ini tests"]
+    types = ["mypy", "mypy --config-file tests/mypy.ini tests"]
+    checks = ["ruff check", "ruff format --check", *types, "python -m pytest --collect-only -qq"]
     pytest = "python -m pytest -n 4 --durations=10"
     assert make("test", "ARGS=-k plan") == (0, [f"{WITH_TORCH}[test]", *checks, f"{pytest} -k plan"])
     assert make.stamps() == {".base", ".torch", ".test"}  # which includes the others
@@ -94,7 +95,7 @@ def test_make_test_must_run_every_check_with_its_arguments(make):
 
 
 @pytest.mark.parametrize(
-    ("fails", "last"), [("ruff check", 0), ("mypy ", 3), ("mypy --config-file", 3), ("python -m", 4)]
+    ("fails", "last"), [("ruff check", 0), ("mypy ", 4), ("mypy --config-file", 4), ("python -m", 5)]
 )
 def test_a_failed_check_must_fail_make_test(make, fails, last):
     make("run")

@@ -32,7 +32,7 @@ class DockerEngine:
 
     def hidden(self, plan: Plan, run: Path) -> Collection[str]:
         """Return the paths in the code folder that are masked in nodes."""
-        return mounts.hidden(Path(plan.placement.code), run.parent.parent, plan.command, plan.placement.chdir)
+        return mounts.hidden(Path(plan.placement.code), run.parent.parent, plan.placement.chdir)
 
     def open(self, spec: JobSpec, plan: Plan, run: Path, warn: Callable[[str], None]) -> DockerSession:
         """Open the session of a job; raises EngineError if its folder cannot be mounted."""

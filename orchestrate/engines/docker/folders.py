@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -60,7 +61,11 @@ def identities(spec: JobSpec, runs: Path) -> dict[str, str]:
 def _resolved(text: str, runs: Path) -> Path:
     """Return what a source leads to; raises UsageError if a link on the way may be one that a job has made."""
     *way, source = visited(Path(text))
-    jobs = {*writable.known(), *(runs / step.relative_to(runs).parts[0] for step in way if runs in step.parents)}
+    known = [*writable.known()]
+    renamed = {there for there, _ in known}
+    jobs = {path for _, path in known}
+    jobs |= {runs / step.relative_to(runs).parts[0] for step in way if runs in step.parents}
+    jobs |= {step for step in way if os.path.lexists(step) and identity(step.lstat()) in renamed}
     for folder in jobs:
         if any(folder in step.parents for step in way) and not source.is_relative_to(folder):
             why = f"{text} leads to {source}, out of {folder}, where a job may have made the link"
@@ -105,7 +110,9 @@ def _check_target(mount: Mount, earlier: list[str]) -> None:
 
 
 def _masks(source: Path, target: str) -> Iterator[dict[str, Any]]:
-    special = [*islice(mounts.special_files(source, ()), mounts.MAX_MASKS + 1)]
+    special = [*islice(mounts.special(source, ()), mounts.MAX_MASKS + 1)]
     if len(special) > mounts.MAX_MASKS:
-        raise UsageError(f"{source} has more than {mounts.MAX_MASKS} sockets and pipes", "mount a folder in it")
-    return (mounts.mask(source, name, target, folder=False) for name in special)
+        raise UsageError(
+            f"{source} has more than {mounts.MAX_MASKS} sockets, pipes and run directories", "mount a folder in it"
+        )
+    return (mounts.mask(source, name, target, folder) for name, folder in special)

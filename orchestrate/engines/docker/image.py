@@ -75,7 +75,7 @@ def inventory(daemon: Daemon, spec: JobSpec, run: Path, run_image: bool) -> tupl
     if run.name == NODES:
         mounts.node_mounts(run, Path.cwd())  # a cluster runs no command
     else:
-        mounts.node_mounts(run, code, spec.command, spec.chdir)
+        mounts.check_script(mounts.node_mounts(run, code, spec.chdir), spec.command, spec.chdir)
     here, count = cores(), max(1, daemon.info["NCPU"])  # the engine may run in a virtual machine
     ignored = ignoring(spec, SWARMS, "a single Docker Engine")
     inventory = Inventory(

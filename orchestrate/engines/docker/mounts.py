@@ -17,7 +17,7 @@ from orchestrate.engines.docker.ignored import ignored
 from orchestrate.errors import EngineError, UsageError
 from orchestrate.files import records
 from orchestrate.files.mountinfo import is_kernels, kernels, paths
-from orchestrate.files.paths import is_text
+from orchestrate.files.paths import is_run, is_text
 from orchestrate.node.command import of_python
 from orchestrate.node.trees import identity
 
@@ -62,7 +62,7 @@ def check_link(script: str, code: Path) -> None:
             )
 
 
-def node_mounts(run: Path, code: Path, command: tuple[str, ...] = (), chdir: str = "") -> list[dict[str, Any]]:
+def node_mounts(run: Path, code: Path, chdir: str = "") -> list[dict[str, Any]]:
     """Return the mount of a job's or cluster's files, and the masks in its code folder.
 
     Raises EngineError for a path that cannot be mounted, and UsageError like `masks`.
@@ -70,31 +70,30 @@ def node_mounts(run: Path, code: Path, command: tuple[str, ...] = (), chdir: str
     for path in (str(run), str(code)):
         if not is_text(path):
             raise EngineError(f"{ascii(path)} cannot be mounted: its name is not UTF-8", "use another folder")
-    hidden = masks(code, run.parent.parent, CODE, command, chdir)
+    hidden = masks(code, run.parent.parent, CODE, chdir)
     names = {mount["target"].removeprefix(f"{CODE}/") for mount in hidden}
-    special = [*islice(special_files(code, names), max(0, MAX_MASKS + 1 - len(names)))]
-    if len(hidden) + len(special) > MAX_MASKS:
+    more = [*islice(special(code, names), max(0, MAX_MASKS + 1 - len(names)))]
+    if len(hidden) + len(more) > MAX_MASKS:
         raise UsageError(
-            f"{code} has more than {MAX_MASKS} sockets, pipes and files to hide, which is the limit",
+            f"{code} has more than {MAX_MASKS} sockets, pipes, run directories and files to hide, which is the limit",
             "list their folders in .dockerignore, or use another folder",
         )
-    return [bind(run, JOB), *hidden, *(mask(code, name, CODE, folder=False) for name in special)]
+    return [bind(run, JOB), *hidden, *(mask(code, name, CODE, folder) for name, folder in more)]
 
 
-def masks(code: Path, runs: Path, place: str, command: tuple[str, ...] = (), chdir: str = "") -> list[dict[str, Any]]:
+def masks(code: Path, runs: Path, place: str, chdir: str = "") -> list[dict[str, Any]]:
     """Return mounts, in the long form of a Compose file, that hide parts of a code folder that is mounted at `place`.
 
     Raises UsageError like `hidden`.
     """
-    return [mask(code, name, place, _is_folder(code / name)) for name in hidden(code, runs, command, chdir)]
+    return [mask(code, name, place, _is_folder(code / name)) for name in hidden(code, runs, chdir)]
 
 
-def hidden(code: Path, runs: Path, command: tuple[str, ...] = (), chdir: str = "") -> list[str]:
+def hidden(code: Path, runs: Path, chdir: str = "") -> list[str]:
     """Return the paths in a code folder that nodes must not see.
 
-    `runs` is the real path of the folder of all jobs, which need not exist. Raises UsageError if there are too many
-    paths, the runs are not in a separate folder, or the script of `command` would be hidden: Python would run an empty
-    file without an error.
+    `runs` is the real path of the folder of all jobs, which need not exist; `chdir` is where workers start. Raises
+    UsageError if there are too many paths, or the runs are not in a separate folder.
     """
     check_code_folder(code, runs)
     kept = set(paths(*records.kept(code)))
@@ -112,33 +111,44 @@ def hidden(code: Path, runs: Path, command: tuple[str, ...] = (), chdir: str = "
     found = {*excluded, *jobs, *(name for name in always if _exists(code / name))}
     masked: list[str] = []
     for name in sorted(found, key=lambda name: name.replace("/", "\0")):  # so that the content of a folder follows it
-        if masked and name.startswith(f"{masked[-1]}/"):
-            continue
-        masked.append(name)
-        if any(f"{path}/".startswith(f"{name}/") for path in _scripts(command, chdir)):
-            hint = "remove it from .dockerignore, or add an exception (!); runs and .git are always hidden"
-            raise UsageError(f"nodes cannot see the script: {name} is hidden", hint)
+        if not masked or not name.startswith(f"{masked[-1]}/"):
+            masked.append(name)
     return masked
 
 
-def special_files(code: Path, hidden: Collection[str]) -> Iterator[str]:
-    """Yield sockets, pipes and devices in a code folder, through which nodes could talk to processes of this machine.
+def check_script(mounts: list[dict[str, Any]], command: tuple[str, ...], chdir: str = "") -> None:
+    """Raise UsageError if a mount hides the script of a command: Python would run an empty file without an error."""
+    for path in _scripts(command, chdir):
+        for mount in mounts:
+            if f"{CODE}/{path}/".startswith(f"{mount['target']}/"):
+                name = mount["target"].removeprefix(f"{CODE}/")
+                hint = "remove it from .dockerignore, or add an exception (!); runs and .git are always hidden"
+                raise UsageError(f"nodes cannot see the script: {name} is hidden", hint)
 
-    Checks a limited number of entries, those near the top first, but not in folders that are hidden anyway.
+
+def special(code: Path, hidden: Collection[str]) -> Iterator[tuple[str, bool]]:
+    """Yield what nodes must not see wherever it is in a folder, and whether it is a folder.
+
+    That is run directories, and sockets, pipes and devices, through which nodes could talk to processes of this
+    machine. Checks a limited number of entries, those near the top first, but not in folders that are hidden anyway.
     """
     pending, left = deque([""]), MAX_ENTRIES
     while pending and left > 0:
         folder = pending.popleft()
-        with contextlib.suppress(OSError), os.scandir(code / folder) as entries:
-            for entry in islice(entries, left):
-                left -= 1
+        with contextlib.suppress(OSError), os.scandir(code / folder) as found:
+            entries = [*islice(found, left)]
+            left -= len(entries)
+            if folder and is_run(entry.name for entry in entries):
+                yield folder, True
+                continue
+            for entry in entries:
                 name = f"{folder}/{entry.name}" if folder else entry.name
                 if name in hidden or entry.is_symlink():
                     continue
                 if entry.is_dir():
                     pending.append(name)
                 elif not entry.is_file():
-                    yield name
+                    yield name, False
 
 
 def check_code_folder(code: Path, runs: Path) -> None:

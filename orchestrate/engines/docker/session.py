@@ -54,9 +54,8 @@ class DockerSession:
         self.network = "host" if spec.network == "host" else f"{plan.project}_job"
         self.sockets = JobPaths(run.parent).sockets  # the folder of the nodes' sockets on this machine
         code = plan.placement.code
-        command = () if plan.job_id == plan.placement.cluster else spec.command  # a cluster runs no command
         # Mounts that are not in the Compose file.
-        self.mounts = partial(mounts.node_mounts, run, Path(code), command, plan.placement.chdir)
+        self.mounts = partial(mounts.node_mounts, run, Path(code), plan.placement.chdir)
         self.given_mounts = partial(folders.given_mounts, spec, run.parent.parent)
         self.cwd = plan.placement.cwd(mounts.CODE)
         # Part of a Compose file: each node's GPUs.

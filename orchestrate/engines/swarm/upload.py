@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import functools
 import os
 import tarfile
 import tempfile
@@ -20,6 +21,8 @@ from orchestrate.errors import EngineError, EngineLost, ResourceError
 from orchestrate.files import records
 from orchestrate.files.folder import regular
 from orchestrate.files.mountinfo import paths
+from orchestrate.files.paths import is_run
+from orchestrate.files.work import VENV
 from orchestrate.node import protocol
 from orchestrate.node.files import LOGS, PIECE, digest
 from orchestrate.node.trees import data, hidden
@@ -148,6 +151,17 @@ def code_files(folder: Path, runs: Path) -> list[Path]:
     `runs` is the folder of all jobs. Raises UsageError if that is the code folder, or .dockerignore cannot be read, and
     ResourceError if the files are too large.
     """
+
+    @functools.cache
+    def closed(parts: tuple[str, ...]) -> bool:
+        """Whether a folder is, or is in, a virtual environment or a run directory."""
+        if not parts:
+            return False
+        names: list[str] = []
+        with contextlib.suppress(OSError):  # it has been removed meanwhile
+            names = os.listdir(folder.joinpath(*parts))
+        return VENV in names or is_run(names) or closed(parts[:-1])
+
     check_code_folder(folder, runs)
     found, size = [], 0
     secret = [path for path in paths(*records.kept(folder), runs) if path.is_relative_to(folder)]
@@ -155,7 +169,7 @@ def code_files(folder: Path, runs: Path) -> list[Path]:
         path, parts = folder / name, Path(name).parts
         if not os.path.isfile(path) or any(map(path.is_relative_to, secret)):
             continue
-        if any(folder.joinpath(*parts[:count], "pyvenv.cfg").exists() for count in range(1, len(parts))):
+        if closed(parts[:-1]):
             continue
         found.append(path)
         size += path.stat().st_size

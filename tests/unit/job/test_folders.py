@@ -94,7 +94,7 @@ def test_a_folder_that_nodes_must_not_see_or_cannot_read_must_be_refused(tmp_pat
     for name in ("one", "two"):
         os.mkfifo(data / name)
     monkeypatch.setattr(mounts, "MAX_MASKS", 1)
-    with pytest.raises(UsageError, match=f"{data} has more than 1 sockets and pipes"):
+    with pytest.raises(UsageError, match=f"{data} has more than 1 sockets, pipes and run directories"):
         mounted({"mounts": f"{data}:/x"}, tmp_path / "runs")
     (tmp_path / "mountinfo").write_text(f"1 2 0:3 / {data}/deep/proc rw - proc proc rw")
     monkeypatch.setattr(mountinfo, "FILE", tmp_path / "mountinfo")
@@ -180,6 +180,14 @@ def test_a_link_that_a_job_may_have_made_must_not_be_followed(cache, source, key
     spec = {"data": {"d": source}} if key == "data" else {"mounts": f"{source}:/x"}
     with pytest.raises(UsageError, match=rf" leads to {cache.parent}/private\S*, out of {cache}, where a job may have"):
         mounted(spec, cache.parent / "runs")
+
+
+def test_a_folder_that_a_job_could_write_must_be_known_by_another_name_too(cache):
+    cache.rename(cache.parent / "new")
+    cache.mkdir()
+    for source in ("new/sub", "new/sub/deep"):
+        with pytest.raises(UsageError, match=f" out of {cache.parent}/new, where a job may have made the link"):
+            mounted({"data": {"d": source}}, cache.parent / "runs")
 
 
 def test_links_of_the_user_and_those_that_stay_in_a_writable_folder_must_be_followed(cache):

@@ -93,7 +93,7 @@ def test_an_empty_job_file_must_be_the_default_job(tmp_path):
 def test_a_missing_job_file_must_be_reported_by_path(tmp_path):
     with pytest.raises(UsageError, match="cannot read job file .*nope.yaml: No such file"):
         read_file(tmp_path / "nope.yaml")
-    with pytest.raises(UsageError, match=f"cannot read job file {tmp_path}: Is a directory"):
+    with pytest.raises(UsageError, match=f"cannot read job file {tmp_path}: not a regular file"):
         read_file(tmp_path)
 
 

@@ -179,7 +179,23 @@ def test_a_pattern_that_takes_too_long_must_be_ignored_from_then_on():
     line = f"loss 3 {'a' * 60} cb"
     assert [reader.parse(line), reader.parse(line)] == [Progress(metrics={"loss": 3.0})] * 2
     assert [*reader.patterns] == ["loss"]
-    assert reader.problems() == ["the pattern of the metric slow was ignored: a search took too long"]
+    assert reader.problems() == ["the pattern of the metric slow was ignored: searches took too long"]
+
+
+def test_a_pattern_that_is_slow_in_each_line_must_be_ignored_after_a_while():
+    reader = Reader({"slow": r"((?:a|aa)+)cb", "loss": r"loss (\d+)"})
+    line, count = f"loss 3 {'a' * 20} cb", 0  # a search takes milliseconds, far less than its limit
+    while "slow" in reader.patterns:
+        assert reader.parse(line) == Progress(metrics={"loss": 3.0})
+        count += 1
+    assert count > 1 and reader.slow == {"slow"}
+
+
+def test_a_usual_pattern_must_be_searched_for_in_any_number_of_lines():
+    reader = Reader(PATTERNS)
+    for _ in range(20_000):
+        reader.parse("iteration 7 of 90, loss 3.0 and more text that is in a line")
+    assert {*reader.patterns} == {*PATTERNS}
 
 
 @pytest.mark.parametrize(

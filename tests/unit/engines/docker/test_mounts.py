@@ -9,7 +9,7 @@ import pytest
 from support.ends import listening
 
 from orchestrate.engines.docker import mounts as mounts_module
-from orchestrate.engines.docker.mounts import check_link, masks
+from orchestrate.engines.docker.mounts import check_link, check_script, masks
 from orchestrate.engines.swarm.upload import code_files
 from orchestrate.errors import EngineError, UsageError
 from orchestrate.files import mountinfo, private, records
@@ -78,7 +78,7 @@ def test_files_that_are_not_code_must_be_hidden(code, ignore, more):
 def test_what_is_never_shown_must_also_be_hidden_in_the_folder_in_which_workers_start(code):
     for name in ("src/runs", "data/runs", "src/.git"):
         (code / name).mkdir(parents=True)
-    assert mounts_module.hidden(code, code / "runs", ("train.py",), "src") == [".git", "runs", "src/.git", "src/runs"]
+    assert mounts_module.hidden(code, code / "runs", "src") == [".git", "runs", "src/.git", "src/runs"]
 
 
 def test_only_existing_paths_must_be_hidden_but_run_directories_always(code):
@@ -154,18 +154,30 @@ def test_sockets_and_pipes_of_this_machine_must_be_hidden_from_nodes(code, tmp_p
     doors = [mount for mount in mounts_module.node_mounts(run, code) if mount.get("source") == os.devnull]
     assert [mount["target"] for mount in doors] == ["/workspace/agent.sock", "/workspace/src/pipe"]
     monkeypatch.setattr(mounts_module, "MAX_MASKS", 4)
-    with pytest.raises(UsageError, match=f"{code} has more than 4 sockets, pipes and files to hide"):
+    with pytest.raises(UsageError, match=f"{code} has more than 4 sockets, pipes, run directories and files to hide"):
         mounts_module.node_mounts(run, code)
     (code / ".dockerignore").write_text("src\nlogs\n.env\n.venv\n")  # more than allowed, with .git
-    with pytest.raises(UsageError, match=f"{code} has more than 4 sockets, pipes and files to hide"):
+    with pytest.raises(UsageError, match=f"{code} has more than 4 sockets, pipes, run directories and files to hide"):
         mounts_module.node_mounts(run, code)
+
+
+def test_run_directories_must_be_hidden_wherever_they_are(code, tmp_path):
+    for name in ("plan.json", "job.yaml", "events.jsonl"):
+        for folder in ("src/old/a-1", "data/b-2"):
+            (code / folder).mkdir(parents=True, exist_ok=True)
+            (code / folder / name).touch()
+    found = mounts_module.node_mounts(tmp_path / "elsewhere" / "a-1" / "job", code)
+    wanted = {"/workspace/.git", "/workspace/runs", "/workspace/src/old/a-1", "/workspace/data/b-2"}
+    assert {mount["target"] for mount in found if mount["type"] == "tmpfs"} == wanted
+    sent = {str(path.relative_to(code)) for path in code_files(code, tmp_path / "elsewhere")}
+    assert "data/small" in sent and not any("a-1" in name or "b-2" in name for name in sent)
 
 
 def test_only_a_limited_number_of_files_must_be_checked_for_pipes(code, monkeypatch):
     for number in range(40):
         os.mkfifo(code / ("src" if number % 2 else "data") / f"pipe-{number}")
     monkeypatch.setattr(mounts_module, "MAX_ENTRIES", 30)
-    assert 0 < len([*mounts_module.special_files(code, ())]) < 30
+    assert 0 < len([*mounts_module.special(code, ())]) < 30
 
 
 def test_pipes_must_be_looked_for_in_all_folders_before_those_in_them(code, monkeypatch):
@@ -174,7 +186,7 @@ def test_pipes_must_be_looked_for_in_all_folders_before_those_in_them(code, monk
         for number in range(40):
             (code / name / str(number)).touch()
     monkeypatch.setattr(mounts_module, "MAX_ENTRIES", 40)
-    assert {*mounts_module.special_files(code, ())} == {"src/pipe", "data/pipe"}
+    assert {name for name, _ in mounts_module.special(code, ())} == {"src/pipe", "data/pipe"}
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="must be root to mount a folder")
@@ -260,18 +272,17 @@ def test_more_hidden_paths_than_a_node_can_have_must_be_refused(code, monkeypatc
 def test_a_script_that_is_hidden_from_nodes_must_be_refused(code, ignore, command, name):
     (code / ".dockerignore").write_text(ignore)
     with pytest.raises(UsageError, match=f"nodes cannot see the script: {name} is hidden") as error:
-        masks(code, code / "runs", "/workspace", command)
+        check_script(masks(code, code / "runs", "/workspace"), command)
     assert ".dockerignore" in error.value.hint
 
 
 def test_a_script_next_to_hidden_files_must_be_accepted(code):
     (code / ".dockerignore").write_text("data\ntrain\n")
     (code / "train").mkdir()
-    assert masks(code, code / "runs", "/workspace", ("train.py",))
-    assert masks(code, code / "runs", "/workspace", ("train.py", "data/small"))  # an argument is no script
-    assert masks(code, code / "runs", "/workspace", ("-m", "app.train"))  # a module may be installed
+    for command in (("train.py",), ("train.py", "data/small"), ("-m", "app.train")):  # a module may be installed
+        check_script(masks(code, code / "runs", "/workspace"), command)
     (code / ".dockerignore").write_text("*\n!src/train.py\n")
-    assert masks(code, code / "runs", "/workspace", ("-m", "src.train"))
+    check_script(masks(code, code / "runs", "/workspace"), ("-m", "src.train"))
 
 
 def test_folders_must_be_identified_by_device_and_inode_and_a_replaced_run_directory_refused(tmp_path, monkeypatch):
