@@ -99,13 +99,14 @@ class Checkpoints:
 
     def _write(self, state: dict[str, Any], step: int, facts: dict[str, Any]) -> None:
         try:
-            self._commit(state, step, facts)
+            self.commit(state, step, facts)
             self.misses = 0
         except (OSError, RuntimeError) as error:  # torch raises the latter on a full disk, which must not end training
             self.misses += 1
             print(f"checkpoint at step {step} could not be written: {error}", flush=True)
 
-    def _commit(self, state: dict[str, Any], step: int, facts: dict[str, Any]) -> None:
+    def commit(self, state: dict[str, Any], step: int, facts: dict[str, Any]) -> None:
+        """Write a complete checkpoint, and remove older ones; raises OSError, and RuntimeError on a full disk."""
         if self.over():
             return print(f"checkpoint at step {step} skipped: a newer generation saves here", flush=True)
         final = self.path(step)

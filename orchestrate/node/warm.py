@@ -200,10 +200,10 @@ def leftover_processes() -> list[int]:
     if own != 1:
         return children()
     found = [(pid, facts) for pid, facts in processes() if pid != own and facts]
-    return [pid for pid, facts in found if int(facts[1]) == own or (facts[0] != b"Z" and _user(pid) == os.geteuid())]
+    return [pid for pid, facts in found if int(facts[1]) == own or (facts[0] != b"Z" and user(pid) == os.geteuid())]
 
 
-def _user(pid: int) -> int:
+def user(pid: int) -> int:
     """The user id of a process; -1 if it has ended. The folder in /proc belongs to root for some processes."""
     try:
         words = Path(f"/proc/{pid}/status").read_text(errors="replace").partition("\nUid:")[2].split()

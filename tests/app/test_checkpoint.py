@@ -47,14 +47,14 @@ def test_a_checkpoint_must_hold_the_state_as_of_the_call_to_save(tmp_path):
 
 def test_only_consecutive_failed_saves_must_end_the_training(tmp_path, monkeypatch):
     store, full = Checkpoints(tmp_path), set()
-    commit = store._commit
+    commit = store.commit
 
     def commits(found: dict, step: int, facts: dict) -> None:
         if step in full:
             raise OSError(errno.ENOSPC, "No space left on device")
         commit(found, step, facts)
 
-    monkeypatch.setattr(store, "_commit", commits)
+    monkeypatch.setattr(store, "commit", commits)
     full |= {1, 2, 4, 5, 7, 8, 9}
     for step in range(1, 10):
         assert store.save(state(step), step)
@@ -137,7 +137,7 @@ def test_a_process_killed_at_any_line_of_a_save_must_leave_an_intact_checkpoint(
     states = [state for _, state in found]
     assert states == sorted(states) and set(states) == {"0 old", "1 new"}  # the result changes once, at the rename
     lines = {where for where, _ in found}
-    assert {"_commit", "write", "digest", "_durable", "_durable_folder", "_tidy"} <= lines
+    assert {"commit", "write", "digest", "_durable", "_durable_folder", "_tidy"} <= lines
 
 
 def test_the_files_of_a_checkpoint_must_be_durable_before_it_is_renamed(tmp_path, monkeypatch):
@@ -202,8 +202,8 @@ def test_a_full_disk_must_not_end_the_training_at_once(tmp_path, capsys):
 def test_a_save_must_be_skipped_while_the_last_one_is_still_running(tmp_path, capsys, monkeypatch):
     store = Checkpoints(tmp_path)
     free = threading.Event()
-    commit = store._commit
-    monkeypatch.setattr(store, "_commit", lambda *args: free.wait() and commit(*args))
+    commit = store.commit
+    monkeypatch.setattr(store, "commit", lambda *args: free.wait() and commit(*args))
     assert store.save(state(1), 1) is True
     assert store.save(state(2), 2) is False
     free.set()

@@ -26,7 +26,7 @@ def steps(folder: Path) -> list[int]:
 def held(monkeypatch) -> Iterator[None]:
     """Saves that finish only when the training waits for them."""
     released = threading.Event()
-    wait, commit = Checkpoints.wait, Checkpoints._commit
+    wait, commit = Checkpoints.wait, Checkpoints.commit
 
     def wait_released(self: Checkpoints) -> None:
         if self.thread is not None and self.thread.is_alive():
@@ -39,7 +39,7 @@ def held(monkeypatch) -> Iterator[None]:
         commit(self, *arguments)
 
     monkeypatch.setattr(Checkpoints, "wait", wait_released)
-    monkeypatch.setattr(Checkpoints, "_commit", commit_when_released)
+    monkeypatch.setattr(Checkpoints, "commit", commit_when_released)
     yield
     released.set()
 

@@ -161,11 +161,11 @@ PROCESSES = {  # process id: state, parent, user
 def test_all_processes_of_the_nodes_user_must_count_as_left_over_in_a_container(monkeypatch, own, found):
     listed = [(pid, [state, b"%d" % parent]) for pid, (state, parent, _) in PROCESSES.items()]
     monkeypatch.setattr(warm, "processes", lambda: iter(listed))
-    monkeypatch.setattr(warm, "_user", lambda pid: PROCESSES[pid][2])
+    monkeypatch.setattr(warm, "user", lambda pid: PROCESSES[pid][2])
     monkeypatch.setattr(os, "getpid", lambda: own)
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     assert warm.leftover_processes() == found
 
 
 def test_the_user_of_a_process_must_be_found_regardless_of_its_proc_folder():
-    assert warm._user(os.getpid()) == os.geteuid() and warm._user(1 << 22) == -1
+    assert warm.user(os.getpid()) == os.geteuid() and warm.user(1 << 22) == -1

@@ -113,9 +113,11 @@ def test_a_curve_must_fit_its_column_and_show_the_last_samples():
     assert meter.curve().plain == "▁" * COLUMNS
 
 
-def test_the_use_of_gpus_must_be_read(monkeypatch):
+def test_the_use_of_gpus_must_be_read(monkeypatch, tmp_path):
     text = "GPU-1a-2b, 37, 1024\nGPU-x, [N/A], 5\nFailed to initialize NVML\n\nGPU-3, 0, 0\n"
-    monkeypatch.setattr(gpus, "_output", lambda command: text)
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\necho '{text}'")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     assert gpus.utilization() == {"GPU-1a-2b": (0.37, 1 << 30), "GPU-3": (0.0, 0)}
 
 

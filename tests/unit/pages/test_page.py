@@ -2,30 +2,32 @@
 
 import dataclasses
 import re
+from pathlib import Path
 
 import pytest
 from support.commanded import Whole, create, supervise
 
+from orchestrate.files import records
 from orchestrate.files.paths import JobPaths
 from orchestrate.job.outcomes import WorkerExit
 from orchestrate.job.spec import JobSpec
 from orchestrate.pages.page import MAX_VALUE, page
 from orchestrate.pages.run import load
 from orchestrate.pages.spans import Moment, Span
-from orchestrate.supervise import launch
-from orchestrate.supervise.job_files import JobFiles
-from orchestrate.supervise.stores import Stores
 
 
 def test_the_page_must_be_there_when_the_job_has_ended_for_others(tmp_path, monkeypatch):
     """`wait` and `attach` return as soon as report.json is there."""
-    order: list[str] = []
-    monkeypatch.setattr(launch, "_write_page", lambda paths, data: order.append("page"))
-    monkeypatch.setattr(launch.records, "write", lambda path, text: order.append(path.name))
-    paths = JobPaths(tmp_path / "run")
-    paths.create()
-    launch._finish(JobFiles(paths), {"left_behind": "nodes"}, Stores(), pytest.fail)
-    assert order == ["page", "report.json"]
+    paths, write = create(JobPaths(tmp_path / "a-1"), JobSpec(trainers=0, command=("-m", "app.train"))), records.write
+    pages: dict[str, bool] = {}
+
+    def written(path: Path, text: str) -> None:
+        pages[path.name] = paths.page.exists()
+        write(path, text)
+
+    monkeypatch.setattr(records, "write", written)
+    supervise(paths, Whole([[WorkerExit(0, 0)]]))
+    assert pages["report.json"]
 
 
 @pytest.fixture

@@ -68,8 +68,7 @@ def test_the_gpus_of_a_job_must_be_tested_in_its_image_until_they_work(answers, 
     assert problem("3") == "no driver"
 
 
-def test_the_projects_own_image_must_not_be_probed(monkeypatch, tmp_path):
-    monkeypatch.setattr(probe, "_run", None)
+def test_the_projects_own_image_must_not_be_probed(tmp_path):
     assert probe.python(cast(Daemon, None), IMAGE, tmp_path) == "python"
 
 
