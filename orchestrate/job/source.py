@@ -5,14 +5,17 @@ Only the standard library and the `git` command are used. A checkout is a folder
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import fcntl
 import hashlib
 import os
 import re
 import shutil
 import subprocess
+import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -43,7 +46,8 @@ PLAIN = (
 )
 # With a limit of memory, in KiB: to compare a file of empty lines takes 26 times its size.
 LIMITED = ("sh", "-c", 'ulimit -v 2097152; exec "$@"', "sh")
-NO_FILTER = {"clean": "", "smudge": "", "process": "", "required": "false"}
+DIFF = ("diff", "--no-ext-diff", "--no-textconv")
+CONFIG = "[core]\n\trepositoryformatversion = 1\n\tfilemode = false\n[extensions]\n\tobjectformat = {kind}\n"
 
 
 @dataclass(frozen=True)
@@ -197,56 +201,68 @@ def changes(folder: Path) -> str:
 
     It is empty if there is no repository or no difference, or if that cannot be found out in time.
     """
-    command = ["git", *PLAIN, "diff", "--no-color", "--no-ext-diff", "--no-textconv", "--ignore-submodules=all", "HEAD"]
     try:
-        found = _output(command, folder, _without(_drivers(folder)), MAX_CHANGES + 1)
+        with _repository(folder) as (commit, env):
+            found = _output([*DIFF, "--no-color", "--ignore-submodules=all", commit], folder, env, MAX_CHANGES + 1)
     except (OSError, ValueError):
         return ""
     text = found[:MAX_CHANGES].decode(errors="replace")
     return text if len(found) <= MAX_CHANGES else f"{text}\n(and more)\n"
 
 
-def _drivers(folder: Path) -> list[str]:
-    """Return the filter drivers that a repository configures."""
-    command = ["git", *PLAIN, "config", "-z", "--name-only", "--get-regexp", r"^filter\."]
-    found = _output(command, folder, {}, MAX_OUTPUT)
-    if len(found) == MAX_OUTPUT:
-        raise ValueError("too many filter drivers")
-    return sorted({name.rpartition(".")[0] for name in found.decode().split("\0") if name})
-
-
 def _status(folder: Path) -> str:
-    command = [
-        "git",
-        *PLAIN,
-        "status",
-        "--porcelain=v2",
-        "--branch",
-        "--untracked-files=no",
-        "--ignore-submodules=dirty",
-    ]
     try:
-        done = _output(command, folder, _without(_drivers(folder)), MAX_OUTPUT).decode(errors="replace")
-    except (OSError, ValueError):  # no git; an odd name of a driver
+        with _repository(folder) as (commit, env):
+            changed = _output([*DIFF, "--name-only", "--ignore-submodules=dirty", commit], folder, env, 1)
+    except (OSError, ValueError):  # no git, or no repository
         return ""
-    commit = re.search(rf"^# branch\.oid ({COMMIT.pattern})$", done, re.MULTILINE)
-    changed = re.search("^[^#]", done, re.MULTILINE)
-    return commit[1] + "-dirty" * bool(changed) if commit else ""
+    return f"{commit}-dirty" if changed else commit
 
 
-def _output(command: list[str], folder: Path, env: dict[str, str], most: int) -> bytes:
-    """Return the first `most` bytes of what git prints about the repository that a folder is in.
+@contextlib.contextmanager
+def _repository(folder: Path) -> Iterator[tuple[str, dict[str, str]]]:
+    """Yield the commit of the repository that a folder is in, and variables for git to compare its working tree.
 
-    Its working tree is the folder with `.git`, whatever its configuration says. Raises OSError, also if git takes long.
+    With them git reads its objects and its index, but no configuration: that names programs, and a job that can write
+    there could change it between two looks at it. Its working tree is the folder with `.git`, whatever the
+    configuration says. Raises OSError and ValueError if there is no such repository.
     """
     here = folder.resolve()
     tree = next((path for path in (here, *here.parents) if os.path.lexists(path / ".git")), None)
     if tree is None:
-        return b""
-    # Objects that are missing are not fetched.
-    env = _environment() | {"GIT_ALLOW_PROTOCOL": "none", "GIT_WORK_TREE": str(tree)} | env
+        raise FileNotFoundError(errno.ENOENT, "no repository", str(folder))
+    ask = ["rev-parse", "HEAD", "--git-path", "objects", "--git-path", "index", "--show-object-format"]
+    told = _output(ask, folder, {"GIT_WORK_TREE": str(tree)}, MAX_OUTPUT)
+    commit, objects, index, kind = os.fsdecode(told).splitlines()
+    if not COMMIT.fullmatch(commit) or kind not in ("sha1", "sha256"):
+        raise ValueError("an unknown kind of repository")
+    with tempfile.TemporaryDirectory() as private:
+        for name in ("objects", "refs"):
+            Path(private, name).mkdir()
+        Path(private, "HEAD").write_text(f"{commit}\n")
+        Path(private, "config").write_text(CONFIG.format(kind=kind))
+        yield (
+            commit,
+            {
+                "GIT_DIR": private,
+                "GIT_WORK_TREE": str(tree),
+                "GIT_OBJECT_DIRECTORY": str(folder / objects),
+                "GIT_INDEX_FILE": str(folder / index),
+                "GIT_CONFIG_NOSYSTEM": "1",
+                "GIT_CONFIG_GLOBAL": os.devnull,
+                "GIT_OPTIONAL_LOCKS": "0",
+                "HOME": private,  # of a git before 2.32, for which its configuration is elsewhere
+                "XDG_CONFIG_HOME": private,
+            },
+        )
+
+
+def _output(arguments: list[str], folder: Path, env: dict[str, str], most: int) -> bytes:
+    """Return the first `most` bytes of what git prints; raises OSError if it fails or takes long."""
+    command = [*LIMITED, "git", *PLAIN, *arguments]
+    env = _environment() | {"GIT_ALLOW_PROTOCOL": "none"} | env  # objects that are missing are not fetched
     streams: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-    with subprocess.Popen([*LIMITED, *command], cwd=folder, env=env, **streams) as git:
+    with subprocess.Popen(command, cwd=folder, env=env, **streams) as git:
         limit = threading.Timer(STATUS_TIMEOUT, git.kill)
         limit.start()
         try:
@@ -257,16 +273,6 @@ def _output(command: list[str], folder: Path, env: dict[str, str], most: int) ->
             git.wait()
         finally:
             limit.cancel()
-    if git.returncode < 0 and len(found) < most:
-        raise TimeoutError(f"git did not finish within {STATUS_TIMEOUT:g} s")
-    return found
-
-
-def _without(drivers: list[str]) -> dict[str, str]:
-    """Return variables that make git run no program of these filter drivers, whose names may be any text."""
-    first = int(os.environ.get("GIT_CONFIG_COUNT") or 0)
-    values = [(f"{driver}.{key}", value) for driver in drivers for key, value in NO_FILTER.items()]
-    found = {"GIT_CONFIG_COUNT": str(first + len(values))}
-    for number, (key, value) in enumerate(values, first):
-        found |= {f"GIT_CONFIG_KEY_{number}": key, f"GIT_CONFIG_VALUE_{number}": value}
+    if git.returncode and len(found) < most:
+        raise OSError(errno.EIO, f"git failed, or did not finish within {STATUS_TIMEOUT:g} s")
     return found

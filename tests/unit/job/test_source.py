@@ -110,6 +110,46 @@ def test_no_program_that_a_repository_names_must_run_to_show_its_changes(reposit
     assert "\n+x\n" in source.changes(repository) and not (tmp_path / "evil").exists()
 
 
+def test_a_configuration_that_changes_meanwhile_must_not_count(repository, tmp_path, monkeypatch):
+    """A job that can write to the repository could name a program just when git looks again."""
+    (repository / ".git" / "info" / "attributes").write_text("* filter=x\n")
+    (tmp_path / "git").write_text(
+        f"""#!/bin/sh
+{shutil.which("git")} "$@"; code=$?
+printf '[filter "x"]\n clean = "touch {tmp_path}/evil; cat"\n' >> {repository}/.git/config
+exit $code
+"""
+    )
+    (tmp_path / "git").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    (repository / "train.py").write_text("x\n")
+    assert source.revision(repository)().endswith("-dirty") and "\n+x\n" in source.changes(repository)
+    assert not (tmp_path / "evil").exists()
+
+
+@pytest.mark.parametrize("kind", ["sha1", "sha256", "worktree", "subfolder", "split index", "touched"])
+def test_the_commit_must_be_known_and_whether_tracked_files_are_changed(repository, tmp_path, kind):
+    git = ["git", "-C", str(repository)]
+    if kind == "sha256":
+        shutil.rmtree(repository / ".git")
+        subprocess.run(["git", "init", "--quiet", "--object-format=sha256"], cwd=repository, check=True)
+        commit(repository)
+    (repository / "deep").mkdir()
+    folder = {"worktree": tmp_path / "tree", "subfolder": repository / "deep"}.get(kind, repository)
+    if kind == "worktree":
+        subprocess.run([*git, "worktree", "add", "--quiet", str(folder)], check=True)
+    if kind == "split index":
+        subprocess.run([*git, "update-index", "--split-index"], check=True)
+    file = (folder if kind == "worktree" else repository) / "train.py"
+    if kind == "touched":
+        os.utime(file, (1, 1))
+    head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+    (repository / "new.txt").touch()
+    assert source.revision(folder)() == head and source.changes(folder) == ""
+    file.write_text("x\n")
+    assert source.revision(folder)() == f"{head}-dirty" and "\n+x\n" in source.changes(folder)
+
+
 def test_a_cache_that_cannot_be_used_and_a_missing_git_must_be_named(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("PATH", "")
