@@ -121,6 +121,9 @@ class Folder:
         return sorted(found), True
 
 
+ROOT = Folder(Path("/"), ".")  # to open a real path, so that no link is followed that a job has put there meanwhile
+
+
 def visited(path: Path) -> Iterator[Path]:
     """Yield the files and folders on the way to a path, from the root down, following links; the last is its target.
 
@@ -139,7 +142,7 @@ def visited(path: Path) -> Iterator[Path]:
 
 def unlinked(path: Path) -> os.stat_result:
     """Return the status of a file or folder, given by its real path; raises OSError if a link is on the way."""
-    with Folder(Path("/"), ".").opened(str(path.parent)) as folder:
+    with ROOT.opened(str(path.parent)) as folder:
         return os.stat(path.name, dir_fd=folder, follow_symlinks=False)
 
 

@@ -45,6 +45,9 @@ PAGE = "report.html"
 WORK = "work"  # in a job folder: the workers' copy of the code folder, with the files that they write
 
 
+OF_ALL, OF_ONE = {"job.yaml", "plan.json"}, {"events.jsonl", NODES}  # in all run directories, and of a job or cluster
+
+
 @dataclass(frozen=True)
 class JobPaths:
     """The files of a job or cluster in `runs/<name>/`, which nodes cannot see.
@@ -225,5 +228,11 @@ def log(rank: int) -> str:
 
 def is_run(names: Iterable[str]) -> bool:
     """Whether the names in a folder are those of a run directory, wherever it is and whoever created it."""
-    paths = JobPaths(Path())
-    return {*names} >= {paths.plan.name, paths.spec.name, paths.events.name}
+    found = {*names}
+    return found >= OF_ALL and not found.isdisjoint(OF_ONE)
+
+
+def runs_around(folders: Iterable[Path]) -> set[Path]:
+    """Return the run directories that some folders are in, wherever they are."""
+    above = {parent for folder in folders for parent in folder.parents}
+    return {parent for parent in above if is_run(name for name in OF_ALL | OF_ONE if os.path.lexists(parent / name))}

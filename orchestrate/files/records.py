@@ -25,6 +25,7 @@ from orchestrate.files.folder import content, write_whole
 from orchestrate.files.mountinfo import paths
 from orchestrate.node.trees import FOLDER, identity
 
+KEY = "key"  # file with the key of the account
 FOREIGN = "it was moved or copied, or created by another user or on another machine"
 STATE = (".local", "state", "orchestrate")  # in a home directory; XDG_STATE_HOME replaces the first two
 LOOKED_AT = 16  # records per new job: enough to remove old ones faster than new ones come, however many there are
@@ -143,6 +144,21 @@ def forget(run: Path) -> None:
     for place in places():
         with contextlib.suppress(OSError), private.opened(place) as folder:
             os.unlink(_file_name(_real_path(run)), dir_fd=folder)
+
+
+def account_key() -> bytes:
+    """Return a random key of this account, which is created once; raises UsageError if it cannot be kept."""
+    for place in places():
+        with contextlib.suppress(OSError):
+            private.make(place)
+            with private.opened(place) as folder:
+                new = f".{KEY}.{tokens.token_hex(4)}"
+                write_whole(new, tokens.token_hex(32), folder)
+                with contextlib.suppress(FileExistsError):
+                    os.link(new, KEY, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=False)
+                os.unlink(new, dir_fd=folder)
+                return content(KEY, folder).encode()
+    raise UsageError("cannot keep a key of this account", "set XDG_STATE_HOME to a folder that you own")
 
 
 def places() -> Iterator[Path]:

@@ -16,7 +16,8 @@ from itertools import islice
 from pathlib import Path
 from typing import TypeAlias
 
-from orchestrate.files.folder import Folder, allows, allows_reading, walk_in
+from orchestrate.errors import EngineError
+from orchestrate.files.folder import ROOT, Folder, allows, allows_reading, walk_in
 from orchestrate.files.paths import is_run
 
 MAX_FILE = 64 << 20  # bytes of a file that is copied
@@ -67,9 +68,12 @@ class Copy:
         found: list[str] = []
         with contextlib.ExitStack() as stack:
             entries = None
-            with contextlib.suppress(OSError):
-                source = stack.enter_context(Folder(self.code.parent, self.code.name).opened(path))
+            try:
+                source = stack.enter_context(ROOT.opened(f"{self.code}/{path}"))
                 entries = _entries(source, MAX_FILES + 1 if path else None)
+            except OSError as error:
+                if not path:
+                    raise EngineError(f"the code folder {self.code} cannot be read: {error.strerror}") from None
             if path and entries and is_run(entry.name for entry in entries):
                 return []  # it has the files of another job, which may be large
             if entries is None or (path and not self._fits(entries)):

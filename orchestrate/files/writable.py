@@ -13,7 +13,8 @@ from pathlib import Path
 
 from orchestrate.errors import UsageError
 from orchestrate.files import private, records
-from orchestrate.files.folder import content, unlinked, write_whole
+from orchestrate.files.folder import content, unlinked, visited, write_whole
+from orchestrate.files.paths import runs_around
 from orchestrate.node.trees import identity
 
 FOLDER = "writable"
@@ -42,3 +43,17 @@ def known() -> Iterator[tuple[str, Path]]:
                 with contextlib.suppress(OSError, ValueError):
                     there, _, path = content(name, folder).partition(" ")
                     yield there, Path(path)
+
+
+def resolved(text: str) -> Path:
+    """Return what a path leads to; raises UsageError if a link on the way may be one that a job has made."""
+    *way, found = visited(Path(text))
+    earlier = [*known()]
+    renamed = {there for there, _ in earlier}
+    jobs = {path for _, path in earlier} | runs_around(way)
+    jobs |= {step for step in way if os.path.lexists(step) and identity(step.lstat()) in renamed}
+    for folder in jobs:
+        if any(folder in step.parents for step in way) and not found.is_relative_to(folder):
+            why = f"{text} leads to {found}, out of {folder}, where a job may have made the link"
+            raise UsageError(why, f"name {found}, if that is what you mean")
+    return found

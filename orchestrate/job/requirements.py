@@ -10,7 +10,8 @@ import re
 from pathlib import Path
 
 from orchestrate.errors import UsageError
-from orchestrate.files.folder import content
+from orchestrate.files import writable
+from orchestrate.files.folder import ROOT, content
 from orchestrate.job.redact import is_secret
 
 OPTIONS = (
@@ -39,7 +40,9 @@ def read(path: Path) -> list[str]:
 
 def _read(path: Path, inside: tuple[Path, ...], depth: int) -> list[str]:
     try:
-        text = content(path)
+        real = writable.resolved(str(path))
+        with ROOT.opened(str(real.parent)) as folder:
+            text = content(real.name, folder)
     except (OSError, ValueError) as error:
         raise UsageError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}", "check the path") from None
     found: list[str] = []

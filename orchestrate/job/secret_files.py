@@ -6,7 +6,8 @@ import dataclasses
 import os
 
 from orchestrate.errors import UsageError
-from orchestrate.files.folder import regular
+from orchestrate.files import writable
+from orchestrate.files.folder import ROOT
 from orchestrate.job.inputs import OF_SHELL
 from orchestrate.job.spec import JobSpec
 
@@ -31,7 +32,7 @@ def _read(name: str, source: str) -> str:
             raise UsageError(f"secrets.{name}: {name} {state} in this shell", f"export {name}, or {HINT}")
         return os.environ[name]
     try:
-        with regular(os.path.realpath(source)) as file:
+        with ROOT.open(str(writable.resolved(source))) as file:
             return file.read(MAX_SIZE + 1).decode(errors="surrogateescape")
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error

@@ -22,7 +22,8 @@ from typing import Any
 
 from orchestrate.console import during, print_message
 from orchestrate.errors import ResourceError, UsageError
-from orchestrate.files import private
+from orchestrate.files import private, writable
+from orchestrate.files.folder import ROOT
 from orchestrate.job import redact
 from orchestrate.job.spec import JobSpec
 
@@ -93,7 +94,8 @@ def enter(spec: JobSpec) -> None:
     else:
         folder = Path(spec.source)
     try:
-        os.chdir(folder)
+        with ROOT.opened(str(writable.resolved(str(folder)))) as opened:
+            os.fchdir(opened)
     except OSError as error:
         raise UsageError(f"source: cannot enter {_shown(spec.source, folder)}: {error.strerror}", _hint(spec)) from None
 

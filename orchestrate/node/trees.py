@@ -96,12 +96,12 @@ def clear(folder: str, keep: Collection[str] = ()) -> list[str]:
     try:
         with os.scandir(top) as entries:
             names = [entry.name for entry in entries if entry.name not in keep]
-        return [path for name in names for path in _remove(top, name)]
+        return [path for name in names for path in remove(top, name)]
     finally:
         os.close(top)
 
 
-def _remove(top: int, name: str) -> list[str]:
+def remove(top: int, name: str) -> list[str]:
     """Remove a file or a folder in the folder `top`; return the paths that cannot be removed.
 
     Folders in it are moved to the top first, so neither the stack nor a path grows with their depth.

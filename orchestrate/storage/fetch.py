@@ -18,7 +18,8 @@ from collections.abc import Callable
 from pathlib import PurePosixPath
 
 from orchestrate.errors import StorageError, StorageLost
-from orchestrate.files.folder import Folder, remove
+from orchestrate.files.folder import Folder
+from orchestrate.node.trees import remove
 from orchestrate.storage.base import Store
 from orchestrate.storage.manifest import Damaged, Entry, Manifest, checked, contents, intact
 from orchestrate.storage.parallel import Stopped, each
@@ -162,5 +163,7 @@ def _own(descriptor: int, like: os.stat_result) -> None:
 
 
 def _discard(folder: Folder, work: str) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        remove(folder.path / work)
+    with contextlib.suppress(FileNotFoundError), folder.opened() as top:
+        os.lstat(work, dir_fd=top)
+        if left := remove(top, work):
+            raise OSError(errno.ENOTEMPTY, "could not remove all of it", left[0])

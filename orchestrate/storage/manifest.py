@@ -30,12 +30,13 @@ log = logging.getLogger(__name__)
 VERSION = 1
 FILES, MANIFESTS = "files", "manifests"
 MAX_MANIFEST = 64 << 20  # bytes; enough for MAX_FILES paths of usual length
-MAX_VALUES = 8 * MAX_FILES  # in a manifest; each file has five, in an object
+MAX_VALUES = 20 * MAX_FILES  # texts, commas and opening brackets in a manifest; each file has fourteen
 MAX_TRIED = 10  # manifests; a copy has two
 MAX_NAME = 255  # bytes of a file's name, as on Linux; characters of the name of a job or process
 MAX_SHOWN = 150  # characters of each name in a key: with the digest, a folder can store it, and 1,024 bytes in S3
 MAX_KEY = 600  # characters of the path in a key
-STRING = re.compile(rb'"(?:[^"\\]|\\.)*"')
+VALUE = re.compile(rb'"[^"]*"|[,\[{]')
+MAX_LENGTH = len(FILES) + MAX_KEY + 80  # of a key
 NUMBER = re.compile(rf"{MANIFESTS}/(\d{{12}})\.json")
 OBJECT = re.compile(rf"{FILES}/.+=sha256-[0-9a-f]{{64}}")
 
@@ -136,7 +137,12 @@ def sequences(store: Store) -> set[int]:
 
 def contents(store: Store) -> Contents:
     """List a store, without objects that are not part of a copy; raises StorageError."""
-    return Contents(sequences(store), {key: size for key, size in store.list(FILES) if OBJECT.fullmatch(key)})
+    return Contents(sequences(store), {key: size for key, size in store.list(FILES) if _is_ours(key)})
+
+
+def _is_ours(key: str) -> bool:
+    """Whether `key_of` could have returned a key."""
+    return len(key) <= MAX_LENGTH and OBJECT.fullmatch(key) is not None
 
 
 def read(store: Store, sequence: int) -> Manifest:
@@ -192,7 +198,7 @@ def intact(store: Store, there: Contents, problems: list[Damaged]) -> Iterator[M
 
 
 def _decoded(text: bytes, sequence: int) -> Manifest:
-    if _values(text) > MAX_VALUES and _values(STRING.sub(b"", text)) > MAX_VALUES:
+    if _has_too_many_values(text):
         raise ValueError("it has too many values")
     stored = json.loads(text)
     fields = stored["manifest"]
@@ -212,9 +218,12 @@ def _decoded(text: bytes, sequence: int) -> Manifest:
     return manifest
 
 
-def _values(text: bytes) -> int:
-    """The commas and brackets of JSON text; parsed, a small value takes thirty times its size."""
-    return sum(map(text.count, (b",", b"[", b"{")))
+def _has_too_many_values(text: bytes) -> bool:
+    """Whether JSON text has more values than any manifest; parsed, a small value takes thirty times its size."""
+    if sum(map(text.count, (b",", b"[", b"{", b'"'))) <= MAX_VALUES:  # fast, and almost always the case
+        return False
+    plain = text.replace(rb"\\", b"").replace(rb"\"", b"")  # without quotes in texts
+    return any(count == MAX_VALUES for count, _ in enumerate(VALUE.finditer(plain)))
 
 
 def _checksum(fields: Any) -> str:

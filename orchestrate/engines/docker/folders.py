@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 from orchestrate.engines.docker import mounts
 from orchestrate.errors import UsageError
 from orchestrate.files import records, writable
-from orchestrate.files.folder import unlinked, visited
+from orchestrate.files.folder import unlinked
 from orchestrate.files.mountinfo import is_kernels, kernels, paths
 from orchestrate.files.paths import JOB, is_text
 from orchestrate.job import users
@@ -38,7 +37,7 @@ def given_mounts(spec: JobSpec, runs: Path) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     targets: list[str] = []
     for mount in wanted_mounts(spec):
-        source = _resolved(mount.source, runs)
+        source = writable.resolved(mount.source)
         _check_source(source, runs, spec)
         _check_target(mount, targets)
         targets.append(mount.target)
@@ -47,30 +46,15 @@ def given_mounts(spec: JobSpec, runs: Path) -> list[dict[str, Any]]:
     return found
 
 
-def identities(spec: JobSpec, runs: Path) -> dict[str, str]:
+def identities(spec: JobSpec) -> dict[str, str]:
     """Return the identity of each source of a mount, by its path in nodes, and note those that nodes can write.
 
     A node that finds another identity there starts no worker: a job may have put a link in place of a source. Raises
     UsageError.
     """
-    found = {mount.target: (_resolved(mount.source, runs), mount.writable) for mount in wanted_mounts(spec)}
+    found = {mount.target: (writable.resolved(mount.source), mount.writable) for mount in wanted_mounts(spec)}
     writable.note(source for source, written in found.values() if written)
     return {target: identity(unlinked(source)) for target, (source, _) in found.items()}
-
-
-def _resolved(text: str, runs: Path) -> Path:
-    """Return what a source leads to; raises UsageError if a link on the way may be one that a job has made."""
-    *way, source = visited(Path(text))
-    known = [*writable.known()]
-    renamed = {there for there, _ in known}
-    jobs = {path for _, path in known}
-    jobs |= {runs / step.relative_to(runs).parts[0] for step in way if runs in step.parents}
-    jobs |= {step for step in way if os.path.lexists(step) and identity(step.lstat()) in renamed}
-    for folder in jobs:
-        if any(folder in step.parents for step in way) and not source.is_relative_to(folder):
-            why = f"{text} leads to {source}, out of {folder}, where a job may have made the link"
-            raise UsageError(why, "mount the folder itself")
-    return source
 
 
 def _check_source(source: Path, runs: Path, spec: JobSpec) -> None:

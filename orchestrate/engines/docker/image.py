@@ -57,7 +57,7 @@ def inventory(daemon: Daemon, spec: JobSpec, run: Path, run_image: bool) -> tupl
     run_image, about = run_image and possible, _about(spec)
     spec = dataclasses.replace(spec, image=_image(daemon, spec))
     if possible:
-        volumes(daemon, spec.image)  # raises ResourceError for unsupported volumes
+        volumes(daemon, spec.image, spec)  # raises ResourceError for unsupported volumes
     code = code_folder(spec.command)
     mounts.check_link(spec.command[0], code / spec.chdir)
     python = probe.python(daemon, spec.image, run) if run_image else "python"

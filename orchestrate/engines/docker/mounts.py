@@ -16,6 +16,7 @@ from typing import Any
 from orchestrate.engines.docker.ignored import ignored
 from orchestrate.errors import EngineError, UsageError
 from orchestrate.files import records
+from orchestrate.files.folder import unlinked
 from orchestrate.files.mountinfo import is_kernels, kernels, paths
 from orchestrate.files.paths import is_run, is_text
 from orchestrate.node.command import of_python
@@ -42,7 +43,7 @@ def identities(run: Path, code: Path) -> dict[str, str]:
     try:
         found = {JOB: records.identity_in(run.parent, run.name)}
         with contextlib.suppress(FileNotFoundError):  # Compose reports it
-            found[CODE] = identity(os.stat("." if os.path.realpath(code) == os.getcwd() else code))
+            found[CODE] = identity(os.stat(".") if os.path.realpath(code) == os.getcwd() else unlinked(code))
         return found
     except OSError as error:
         raise EngineError(

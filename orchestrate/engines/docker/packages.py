@@ -7,6 +7,7 @@ built once; remove these images with `docker image prune --all --filter label=or
 from __future__ import annotations
 
 import hashlib
+import hmac
 import json
 import os
 import re
@@ -20,6 +21,7 @@ from orchestrate.console import print_message
 from orchestrate.engines.docker.client import Daemon
 from orchestrate.engines.docker.document import literal
 from orchestrate.errors import EngineError, EngineLost, ResourceError, UsageError
+from orchestrate.files import records, writable
 from orchestrate.job import requirements
 from orchestrate.job.plan import pluralize
 from orchestrate.job.spec import JobSpec
@@ -46,8 +48,12 @@ def base(spec: JobSpec) -> str:
     """Return the name of a job's image without its packages."""
     if not spec.dockerfile:
         return spec.image
-    path = os.path.realpath(spec.dockerfile)
-    return f"{BUILT}:{hashlib.sha256(path.encode(errors='surrogateescape')).hexdigest()[:16]}"
+    return f"{BUILT}:{_own(os.path.realpath(spec.dockerfile))}"
+
+
+def _own(path: str) -> str:
+    """Return a name for what belongs to a folder, which no Dockerfile or package can know."""
+    return hmac.digest(records.account_key(), os.fsencode(path), "sha256").hex()[:16]
 
 
 def with_packages(daemon: Daemon, spec: JobSpec) -> str:
@@ -66,12 +72,12 @@ def image_id(daemon: Daemon, name: str) -> str:
 
 def build(daemon: Daemon, spec: JobSpec) -> None:
     """Build the image of the job's Dockerfile; only what has changed is built. Raises ResourceError."""
-    folder = Path(spec.dockerfile)
+    folder = writable.resolved(spec.dockerfile)
     folder, name = (folder.parent, folder.name) if folder.is_file() else (folder, "Dockerfile")
     if not (folder / name).is_file():
         raise UsageError(f"no Dockerfile in {spec.dockerfile}", "dockerfile is a folder with a Dockerfile, or its path")
     print_message(f"building {folder / name}")
-    _compose(daemon, base(spec), {"context": os.path.realpath(folder), "dockerfile": name}, {})
+    _compose(daemon, base(spec), {"context": str(folder), "dockerfile": name}, {})
 
 
 def install(daemon: Daemon, spec: JobSpec, python: str) -> None:
@@ -79,7 +85,10 @@ def install(daemon: Daemon, spec: JobSpec, python: str) -> None:
     image, secrets = with_packages(daemon, spec), _secrets(spec)
     print_message(f"installing {pluralize(len(spec.pip), 'package')} in {base(spec)} (once)")
     with daemon.translating_errors(f"could not inspect {base(spec)}"):
-        user = daemon.client.images.get(base(spec)).attrs["Config"].get("User") or ""
+        config = daemon.client.images.get(base(spec)).attrs["Config"]
+    if config.get("OnBuild"):
+        raise ResourceError(f"{base(spec)} has ONBUILD instructions, which packages cannot be installed on", "use FROM")
+    user = config.get("User") or ""
     with tempfile.TemporaryDirectory(prefix="orchestrate-") as folder:
         Path(folder, FILE).write_text("\n".join(spec.pip) + "\n")
         Path(folder, "install.sh").write_text(SCRIPT)
@@ -95,7 +104,7 @@ def _secrets(spec: JobSpec) -> dict[str, Any]:
 
 def _dockerfile(image: str, python: str, user: str, secrets: list[str]) -> str:
     # Not shared with other projects: installers run as root, and could replace what is in the cache.
-    cache = f"orchestrate-{hashlib.sha256(os.fsencode(os.getcwd())).hexdigest()[:16]}"
+    cache = f"orchestrate-{_own(os.getcwd())}"
     mounts = [
         *(f"--mount=type=secret,id={name},required=false" for name in secrets),
         "--mount=type=bind,target=/tmp/orchestrate-packages",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import shlex
 from collections import deque
@@ -18,6 +17,7 @@ from orchestrate.engines.base import never
 from orchestrate.engines.docker import labels
 from orchestrate.engines.docker.client import Daemon
 from orchestrate.errors import EngineError, EngineLost, ResourceError, UsageError
+from orchestrate.files import writable
 from orchestrate.files.folder import write_whole
 
 NETWORK = "orchestrate"  # name of the job's network in the Compose file
@@ -43,7 +43,7 @@ class Services:
 
     def __init__(self, daemon: Daemon, job_id: str, file: str, network: str) -> None:
         """`file` is the Compose file, and `network` the name of the job's network."""
-        self.daemon, self.job_id, self.file, self.network = daemon, job_id, Path(os.path.realpath(file)), network
+        self.daemon, self.job_id, self.file, self.network = daemon, job_id, writable.resolved(file), network
         self.project = project(job_id)
 
     @during("starting the services")

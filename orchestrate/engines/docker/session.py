@@ -63,7 +63,7 @@ class DockerSession:
         self.env = self._environment(plan, run)
         self.folders = {}  # identities of what is mounted, by their paths in nodes
         if self.env["NODE_SOCKETS"]:
-            self.folders = mounts.identities(run, Path(code)) | folders.identities(spec, run.parent.parent)
+            self.folders = mounts.identities(run, Path(code)) | folders.identities(spec)
         self.nodes: dict[str, Container] = {}
         self.seen_events: dict[str, set[str]] = {}  # container id: actions in its events
         self.dying: set[str] = set()  # ids of containers that are being stopped, but are still listed as running
@@ -361,7 +361,7 @@ class DockerSession:
         files = [PROJECT / "docker-compose.yml", *([HOST_NETWORK] if self.network == "host" else []), "-"]
         options = [word for file in files for word in ("--file", str(file))]
         command = ["--project-name", self.project, "--profile", "gpu", *options, *arguments]
-        wiped = [*WIPED, document.SECRETS, *volumes(self.daemon, self.env["NODE_IMAGE"])]
+        wiped = [*WIPED, document.SECRETS, *volumes(self.daemon, self.env["NODE_IMAGE"], self.spec)]
         env = {**self.env, "NODE_WIPE": " ".join(wiped)}
         extra = [mounts.bind(self.sockets, SOCKETS)] if env["NODE_SOCKETS"] else []
         if (readable := program.folder(self.spec)) != PACKAGE:

@@ -13,6 +13,8 @@ from orchestrate.engines.docker.client import Daemon
 from orchestrate.engines.docker.mounts import CODE, JOB
 from orchestrate.errors import ResourceError
 from orchestrate.files.paths import is_text
+from orchestrate.job.folders import mounts
+from orchestrate.job.spec import JobSpec
 
 # Our mounts replace the image's volumes there.
 MOUNTED = (CODE, JOB, "/opt/orchestrate", "/run/orchestrate", "/run/secrets", "/tmp")
@@ -22,14 +24,14 @@ PATH = re.compile(r"/[^\s\0-\x1f\x7f]{,1000}")  # NODE_WIPE is split at spaces
 MAX_VOLUMES = 32  # maximum number of volumes of an image
 
 
-def volumes(daemon: Daemon, image: str) -> list[str]:
+def volumes(daemon: Daemon, image: str, spec: JobSpec) -> list[str]:
     """Return the paths of the image's volumes in nodes; empty if the image does not exist.
 
-    Raises ResourceError for unsupported volumes.
+    Raises ResourceError for unsupported volumes, such as one with a mount of the job in it: volumes are emptied.
     """
     with daemon.translating_errors(f"could not inspect {image}"), contextlib.suppress(docker.errors.ImageNotFound):
         config = daemon.client.images.get(image).attrs.get("Config") or {}
-        return checked(image, config.get("Volumes") or ())
+        return checked(image, config.get("Volumes") or (), (*MOUNTED, *(mount.target for mount in mounts(spec))))
     return []
 
 
@@ -37,6 +39,7 @@ def checked(image: str, declared: Iterable[str], mounted: Collection[str] = MOUN
     """Return the volumes of an image, except those that our mounts replace; raises ResourceError like `volumes`."""
     found = []
     for path in declared:
+        path = re.sub("^/+", "/", path)  # as Docker reads it
         folder = str(PurePosixPath(path))
         if folder in mounted:
             continue

@@ -19,7 +19,7 @@ from orchestrate.engines.docker.mounts import check_code_folder
 from orchestrate.engines.swarm.sync import OWN
 from orchestrate.errors import EngineError, EngineLost, ResourceError
 from orchestrate.files import records
-from orchestrate.files.folder import regular
+from orchestrate.files.folder import ROOT
 from orchestrate.files.mountinfo import paths
 from orchestrate.files.paths import is_run
 from orchestrate.files.work import VENV
@@ -76,7 +76,7 @@ def _add(archive: tarfile.TarFile, path: Path, name: str, run: Path) -> None:
     entry = archive.gettarinfo(path, name)
     if not entry.isreg():
         return archive.addfile(entry)
-    with regular(path) as file:
+    with ROOT.open(str(path)) as file:
         if entry.size <= os.fstat(file.fileno()).st_blocks * 512:
             return archive.addfile(entry, file)
         with tempfile.TemporaryFile(dir=run) as dense:

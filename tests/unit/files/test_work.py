@@ -13,6 +13,7 @@ import tracemalloc
 import pytest
 from support.repo import ROOT
 
+from orchestrate.errors import EngineError
 from orchestrate.files import work
 from orchestrate.files.folder import Folder
 from orchestrate.files.work import Copy, tidy
@@ -34,8 +35,8 @@ class Tree:
         path.write_text(text)
         path.chmod(mode)
 
-    def copy(self, hidden=(), owner=None) -> Copy:
-        copy = Copy(self.code, hidden, Folder(self.work.parents[1], "job"), "work", "/workspace", owner)
+    def copy(self, hidden=(), owner=None, stopped=lambda: False) -> Copy:
+        copy = Copy(self.code, hidden, Folder(self.work.parents[1], "job"), "work", "/workspace", owner, stopped)
         copy.run()
         return copy
 
@@ -355,6 +356,33 @@ def test_a_file_that_grows_must_be_copied_only_as_far_as_it_was(tree):
         done.set()
         grower.join()
     assert (tree.work / "grows").is_symlink() or (tree.work / "grows").stat().st_size <= work.MAX_FILE
+
+
+@pytest.mark.parametrize("moment", ["before", "while it runs"])
+def test_a_code_folder_that_is_led_elsewhere_must_not_be_copied(tree, tmp_path, moment):
+    """A job that can write to a folder above it may put a link in place of it."""
+    (tmp_path / "private" / "code").mkdir(parents=True)
+    (tmp_path / "private" / "code" / "key").touch()
+    above = tmp_path / "above"
+    above.mkdir()
+    tree.code = tree.code.rename(above / "code")
+    tree.write("deep/a")
+    (tmp_path / "private" / "code" / "deep").mkdir()
+    (tmp_path / "private" / "code" / "deep" / "key").touch()
+    looks = iter(range(100))
+
+    def swap() -> bool:
+        if next(looks) == (moment != "before"):
+            above.rename(tmp_path / "moved")
+            above.symlink_to(tmp_path / "private")
+        return False
+
+    if moment == "before":
+        with pytest.raises(EngineError, match=f"the code folder {tree.code} cannot be read"):
+            tree.copy(stopped=swap)
+    else:
+        tree.copy(stopped=swap)
+    assert above.is_symlink() and not any(path.name == "key" for path in tree.work.rglob("*"))
 
 
 def test_a_large_folder_must_be_tidied_without_a_list_of_its_files(tree):

@@ -5,13 +5,16 @@ import socket
 from pathlib import Path
 
 import pytest
+from support.commanded import create
 
 from orchestrate.cli.arguments import flags, parse
-from orchestrate.engines.docker import folders, mounts
+from orchestrate.engines.docker import folders, mounts, packages
+from orchestrate.engines.docker.services import Services
 from orchestrate.errors import UsageError
 from orchestrate.files import mountinfo
 from orchestrate.files.paths import JobPaths
 from orchestrate.job import folders as job_folders
+from orchestrate.job import requirements, secret_files, source
 from orchestrate.job.folders import cached_data, data_folders, with_absolute, without_stores
 from orchestrate.job.layers import resolve
 from orchestrate.job.spec import JobSpec
@@ -71,8 +74,8 @@ def test_what_may_not_be_mounted_must_be_refused(tmp_path, monkeypatch, spec, er
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "a").touch()
-    JobPaths(tmp_path / "runs" / "j-1").create()
-    JobPaths(tmp_path / "runs" / "j-2").create()
+    for name in ("j-1", "j-2"):
+        create(JobPaths(tmp_path / "runs" / name)).events.touch()
     (tmp_path / "runs" / "j-1" / "job" / "link").symlink_to(tmp_path / "data")
     (tmp_path / "runs" / "j-1" / "job" / "other").symlink_to(tmp_path / "runs" / "j-2" / "job" / "logs")
     os.mkfifo(tmp_path / "pipe")
@@ -167,7 +170,7 @@ def cache(tmp_path, monkeypatch):
     for name in ("private/deep", "cache/own"):
         (tmp_path / name).mkdir(parents=True)
     spec = with_absolute(resolve({"mounts": "cache:/cache:rw"}))
-    folders.identities(spec, tmp_path / "runs")
+    folders.identities(spec)
     (tmp_path / "cache" / "sub").symlink_to(tmp_path / "private")
     (tmp_path / "cache" / "inner").symlink_to("own")
     (tmp_path / "mine").symlink_to("cache")
@@ -182,12 +185,43 @@ def test_a_link_that_a_job_may_have_made_must_not_be_followed(cache, source, key
         mounted(spec, cache.parent / "runs")
 
 
+def test_a_link_that_a_job_of_another_project_has_made_must_not_be_followed(cache, tmp_path):
+    paths = create(JobPaths(tmp_path / "other" / "results" / "j-1"))
+    paths.events.touch()
+    (paths.shared / "out").symlink_to(tmp_path / "private")
+    (tmp_path / "latest").symlink_to(paths.root)
+    for path in (paths.shared / "out", "latest/job/out", "latest/job/out/deep"):
+        with pytest.raises(UsageError, match=f"out of {paths.root}, where a job may have made the link"):
+            mounted({"data": {"d": str(path)}}, tmp_path / "runs")
+
+
+@pytest.mark.parametrize("key", ["source", "secrets", "requirements", "services", "dockerfile"])
+def test_no_file_or_folder_of_a_job_may_be_reached_by_a_link_of_an_earlier_one(cache, tmp_path, key, daemon):
+    (tmp_path / "private" / "Dockerfile").touch()
+    (tmp_path / "private" / "file").touch()
+    (cache / "link").symlink_to(tmp_path / "private")
+    folder = key in ("source", "dockerfile")
+    path = str(cache / "link") if folder else str(cache / "link" / "file")
+    spec = resolve({key: {"A": path} if key == "secrets" else path})
+    uses = {
+        "source": source.enter,
+        "secrets": secret_files.with_contents,
+        "requirements": lambda spec: requirements.read(Path(spec.requirements)),
+        "services": lambda spec: Services(daemon, "a-1", spec.services, "none"),
+        "dockerfile": lambda spec: packages.build(daemon, spec),
+    }
+    with pytest.raises(UsageError, match=f"out of {cache}, where a job may have made the link") as caught:
+        uses[key](spec)
+    assert caught.value.hint.startswith(f"name {tmp_path}/private")
+    assert Path.cwd() == tmp_path
+
+
 def test_a_folder_that_a_job_could_write_must_be_known_by_another_name_too(cache):
     cache.rename(cache.parent / "new")
     cache.mkdir()
-    for source in ("new/sub", "new/sub/deep"):
+    for path in ("new/sub", "new/sub/deep"):
         with pytest.raises(UsageError, match=f" out of {cache.parent}/new, where a job may have made the link"):
-            mounted({"data": {"d": source}}, cache.parent / "runs")
+            mounted({"data": {"d": path}}, cache.parent / "runs")
 
 
 def test_links_of_the_user_and_those_that_stay_in_a_writable_folder_must_be_followed(cache):
@@ -196,10 +230,10 @@ def test_links_of_the_user_and_those_that_stay_in_a_writable_folder_must_be_foll
 
 
 def test_the_identity_of_what_is_mounted_must_be_that_of_its_source(cache):
-    runs, spec = cache.parent / "runs", with_absolute(resolve({"data": {"d": "cache/own"}, "mounts": "private:/x"}))
-    before = folders.identities(spec, runs)
+    spec = with_absolute(resolve({"data": {"d": "cache/own"}, "mounts": "private:/x"}))
+    before = folders.identities(spec)
     assert before.keys() == {"/data/d", "/x"} and len({*before.values()}) == 2
     (cache / "own").rename(cache / "old")
     (cache / "own").mkdir()
-    after = folders.identities(spec, runs)
+    after = folders.identities(spec)
     assert before["/data/d"] != after["/data/d"] and before["/x"] == after["/x"]

@@ -244,6 +244,6 @@ def test_files_must_not_be_fetched_through_a_link(store, saved, elsewhere, secre
     elsewhere.path.unlink()
     hidden = elsewhere.path.parent / ".checkpoints.fetching"
     hidden.symlink_to(secret)
-    with pytest.raises(StorageError, match="cannot fetch"):
-        restore(store, elsewhere.folder, "checkpoints")
+    restore(store, elsewhere.folder, "checkpoints")
+    assert fetched(store, elsewhere) == {"key": b"the store's"} and not hidden.is_symlink()
     assert (secret / "key").read_text() == "the host's" and [*secret.iterdir()] == [secret / "key"]

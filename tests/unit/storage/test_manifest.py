@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import tracemalloc
 
 import pytest
 from support.object_stores import fetched
@@ -123,6 +124,23 @@ def test_a_manifest_of_small_values_must_be_refused_before_it_is_parsed(store, m
     store.put(manifest_key(1), f"[{','.join([value] * 1001)}".encode())  # no JSON
     with pytest.raises(Damaged, match="it has too many values"):
         newest(store)
+
+
+def test_a_long_text_must_take_little_memory_before_it_is_refused(store):
+    store.put(manifest_key(1), b'["' + b"\\," * 1_000_000)
+    tracemalloc.start()
+    with pytest.raises(Damaged):
+        newest(store)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 32 << 20
+
+
+def test_keys_that_are_too_long_must_not_be_kept_in_memory(store):
+    key = key_of("x" * 200 + "/" + "y" * 200, "0" * 64)
+    store.put(key, b"")
+    store.put(f"files/{('x' * 200 + '/') * 5}a=sha256-{'0' * 64}", b"")
+    assert [*contents(store).objects] == [key]
 
 
 def test_commas_and_brackets_in_names_must_not_count_as_values(store, saved, monkeypatch):

@@ -98,8 +98,16 @@ def test_a_build_must_trust_neither_the_user_of_an_image_nor_other_projects(tmp_
         monkeypatch.chdir(tmp_path / name)
         texts.append(packages._dockerfile("base", "python", "me\nRUN --mount=from=other,target=/x id", []))
     assert [line.split()[0] for line in texts[0].splitlines()] == ["FROM", "USER", "RUN", "USER"]
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "another account"))
+    texts.append(packages._dockerfile("base", "python", "me", []))
     caches = {re.findall(r"type=cache,id=([^,]+),", text)[0] for text in texts}
-    assert len(caches) == 2
+    assert len(caches) == 3  # so another project's Dockerfile cannot guess it
+
+
+def test_packages_must_not_be_installed_on_an_image_that_adds_instructions(answers, daemon):
+    answers.replies["GET /images/mine:1/json"] = {"Id": "sha256:1", "Config": {"OnBuild": ["RUN id"]}}
+    with pytest.raises(ResourceError, match="mine:1 has ONBUILD instructions"):
+        packages.install(daemon, JobSpec(image="mine:1", pip=["a"]), "python")
 
 
 def test_an_image_with_packages_must_be_built_again_when_its_base_has_changed():
