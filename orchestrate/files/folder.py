@@ -25,6 +25,8 @@ MAX_FILE = 64 << 20  # bytes of a file to read
 MAX_ENTRIES = 10_000  # entries per listing
 LINKS = 40  # links that Linux follows
 BATCH = 1000  # entries of a folder that are in memory
+# To enter a folder, and not list it, which may not be allowed: as with other users' folders in /home.
+ENTER = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _SET_IDS = stat.S_ISUID | stat.S_ISGID
 
 
@@ -41,18 +43,19 @@ class Folder:
         return self.parent / self.name
 
     @contextlib.contextmanager
-    def opened(self, below: str = "", make: bool = False) -> Iterator[int]:
+    def opened(self, below: str = "", make: bool = False, mode: int = FOLDER) -> Iterator[int]:
         """Yield a descriptor of the folder, or of one below it; raises OSError for a link on the way.
 
-        `make` creates missing folders.
+        `make` creates missing folders; `mode` is how the last one is opened.
         """
-        descriptor = os.open(self.parent, FOLDER & ~os.O_NOFOLLOW)
+        names = [self.name, *filter(None, below.split("/"))]
+        descriptor = os.open(self.parent, ENTER & ~os.O_NOFOLLOW)
         try:
-            for name in (self.name, *filter(None, below.split("/"))):
+            for left in range(len(names), 0, -1):
                 if make:
                     with contextlib.suppress(FileExistsError):
-                        os.mkdir(name, dir_fd=descriptor)
-                inner = os.open(name, FOLDER, dir_fd=descriptor)
+                        os.mkdir(names[-left], dir_fd=descriptor)
+                inner = os.open(names[-left], ENTER if left > 1 else mode, dir_fd=descriptor)
                 os.close(descriptor)
                 descriptor = inner
             yield descriptor
@@ -62,7 +65,7 @@ class Folder:
     def open(self, path: str) -> BinaryIO:
         """Open a regular file for reading; raises OSError for anything else."""
         below, _, name = path.rpartition("/")
-        with self.opened(below) as folder:
+        with self.opened(below, mode=ENTER) as folder:
             return regular(name, folder)
 
     def write(self, name: str, text: str) -> None:
@@ -142,7 +145,7 @@ def visited(path: Path) -> Iterator[Path]:
 
 def unlinked(path: Path) -> os.stat_result:
     """Return the status of a file or folder, given by its real path; raises OSError if a link is on the way."""
-    with ROOT.opened(str(path.parent)) as folder:
+    with ROOT.opened(str(path.parent), mode=ENTER) as folder:
         return os.stat(path.name, dir_fd=folder, follow_symlinks=False)
 
 

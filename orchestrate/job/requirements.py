@@ -11,7 +11,7 @@ from pathlib import Path
 
 from orchestrate.errors import UsageError
 from orchestrate.files import writable
-from orchestrate.files.folder import ROOT, content
+from orchestrate.files.folder import ENTER, ROOT, content
 from orchestrate.job.redact import is_secret
 
 OPTIONS = (
@@ -41,7 +41,7 @@ def read(path: Path) -> list[str]:
 def _read(path: Path, inside: tuple[Path, ...], depth: int) -> list[str]:
     try:
         real = writable.resolved(str(path))
-        with ROOT.opened(str(real.parent)) as folder:
+        with ROOT.opened(str(real.parent), mode=ENTER) as folder:
             text = content(real.name, folder)
     except (OSError, ValueError) as error:
         raise UsageError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}", "check the path") from None

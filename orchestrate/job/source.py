@@ -23,7 +23,7 @@ from typing import Any
 from orchestrate.console import during, print_message
 from orchestrate.errors import ResourceError, UsageError
 from orchestrate.files import private, writable
-from orchestrate.files.folder import ROOT
+from orchestrate.files.folder import ENTER, ROOT
 from orchestrate.job import redact
 from orchestrate.job.spec import JobSpec
 
@@ -94,7 +94,7 @@ def enter(spec: JobSpec) -> None:
     else:
         folder = Path(spec.source)
     try:
-        with ROOT.opened(str(writable.resolved(str(folder)))) as opened:
+        with ROOT.opened(str(writable.resolved(str(folder))), mode=ENTER) as opened:
             os.fchdir(opened)
     except OSError as error:
         raise UsageError(f"source: cannot enter {_shown(spec.source, folder)}: {error.strerror}", _hint(spec)) from None
