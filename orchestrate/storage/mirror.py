@@ -39,7 +39,6 @@ class State:
     """The state of a mirror; numbers of files and bytes that this process has uploaded and has yet to upload."""
 
     files: int = 0
-    bytes: int = 0
     read: int = 0  # bytes, which also grows within a file, but not if it is read again
     pending_files: int = 0
     pending_bytes: int = 0
@@ -183,7 +182,7 @@ class Mirror:
                 self.store.put_stream(key, size, pieces)
             with self._changing:
                 self._objects[key] = size
-                self._state = replace(self._state, files=self._state.files + 1, bytes=self._state.bytes + size)
+                self._state = replace(self._state, files=self._state.files + 1)
         return Entry(path, key, size, content.facts.mtime_ns, digest)
 
     def _digest(self, path: str, content: Content, old: Entry | None) -> str:
