@@ -45,8 +45,11 @@ def known() -> Iterator[tuple[str, Path]]:
                     yield there, Path(path)
 
 
-def resolved(text: str) -> Path:
-    """Return what a path leads to; raises UsageError if a link on the way may be one that a job has made."""
+def resolved(text: str, fixed: bool = False) -> Path:
+    """Return what a path leads to; raises UsageError if a link on the way may be one that a job has made.
+
+    With `fixed`, also if a job could put something else in its place until it is used.
+    """
     *way, found = visited(Path(text))
     earlier = [*known()]
     renamed = {there for there, _ in earlier}
@@ -56,4 +59,7 @@ def resolved(text: str) -> Path:
         if any(folder in step.parents for step in way) and not found.is_relative_to(folder):
             why = f"{text} leads to {found}, out of {folder}, where a job may have made the link"
             raise UsageError(why, f"name {found}, if that is what you mean")
+        if fixed and folder in found.parents:
+            why = f"{text} is in {folder}, where a job could put another folder in its place"
+            raise UsageError(why, "use one that is not below a folder that jobs can write")
     return found

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
+from urllib.parse import unquote
 
 from orchestrate.console import during, print_message
 from orchestrate.errors import ResourceError, UsageError
@@ -27,7 +28,7 @@ from orchestrate.files.folder import ENTER, ROOT
 from orchestrate.job import redact
 from orchestrate.job.spec import JobSpec
 
-GIT = "git+"
+GIT, FILE = "git+", "file://"
 CACHE = "sources"  # with a folder per repository: `git`, and a checkout per commit
 COMMIT = re.compile(r"[0-9a-f]{40}(?:[0-9a-f]{24})?")  # SHA-1 or SHA-256
 READABLE = 0o022  # umask: nodes may run as another user; the cache itself is private
@@ -94,10 +95,15 @@ def enter(spec: JobSpec) -> None:
     else:
         folder = Path(spec.source)
     try:
-        with ROOT.opened(str(writable.resolved(str(folder))), mode=ENTER) as opened:
-            os.fchdir(opened)
+        go_to(writable.resolved(str(folder)))
     except OSError as error:
         raise UsageError(f"source: cannot enter {_shown(spec.source, folder)}: {error.strerror}", _hint(spec)) from None
+
+
+def go_to(folder: Path) -> None:
+    """Make a folder the current one; raises OSError if a link is on the way, which a job may have put there."""
+    with ROOT.opened(str(folder), mode=ENTER) as opened:
+        os.fchdir(opened)
 
 
 def _shown(source: str, folder: Path) -> str:
@@ -131,6 +137,8 @@ def _fetch(repository: Repository, cache: Path) -> Path:
     bare = cache / "git"
     for left in bare.glob("*.lock"):  # by a git that was killed
         left.unlink()
+    if repository.url.startswith(FILE):
+        writable.resolved(unquote(repository.url.removeprefix(FILE)))
     _git("init", "--quiet", "--bare", str(bare))  # changes nothing if that was done
     there = f"--git-dir={bare}"
     _git(there, "fetch", "--quiet", "--depth=1", "--no-tags", "--", repository.url, repository.revision)

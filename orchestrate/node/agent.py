@@ -372,9 +372,17 @@ def ours(folder: str, name: str) -> bool:
 
 
 def wipe(folders: list[str], kept: Collection[str]) -> None:
-    """Empty folders except for the paths `kept`; raises OSError if files of a worker cannot be removed."""
+    """Empty folders except for the paths `kept`; raises OSError if files of a worker cannot be removed.
+
+    Also if something else is mounted in a folder, such as one of the user.
+    """
+    with open("/proc/self/mountinfo") as file:
+        mounted = {line.split()[4] for line in file}
     for folder in folders:
         with contextlib.suppress(FileNotFoundError):
+            real = os.path.realpath(folder)  # the image may have links
+            if other := next((path for path in mounted.difference(folders) if path.startswith(f"{real}/")), ""):
+                raise OSError(f"{other} is mounted in {folder}")
             if not stat.S_ISDIR(os.lstat(folder).st_mode):  # the job has replaced the folder
                 os.unlink(folder)
                 continue

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import os
 import secrets
+from pathlib import Path
 from typing import NoReturn
 
 from orchestrate.cli import find, options, result, signals, watch
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     _check(paths)
     spec, last = store.load(paths)
     try:
-        os.chdir(last.placement.code)
+        source.go_to(Path(last.placement.code))
     except OSError as error:
         hint = "restore the folder, or start a new job"
         raise UsageError(f"cannot enter the job's code folder {last.placement.code}: {error.strerror}", hint) from None

@@ -76,6 +76,7 @@ def build(daemon: Daemon, spec: JobSpec) -> None:
     folder, name = (folder.parent, folder.name) if folder.is_file() else (folder, "Dockerfile")
     if not (folder / name).is_file():
         raise UsageError(f"no Dockerfile in {spec.dockerfile}", "dockerfile is a folder with a Dockerfile, or its path")
+    writable.resolved(str(folder), fixed=True)  # Docker reads it by its path
     print_message(f"building {folder / name}")
     _compose(daemon, base(spec), {"context": str(folder), "dockerfile": name}, {})
 

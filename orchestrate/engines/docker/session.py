@@ -61,9 +61,9 @@ class DockerSession:
         # Part of a Compose file: each node's GPUs.
         self.devices = toolkit.service(toolkit.gpu_mode(daemon.info), plan.gpus)
         self.env = self._environment(plan, run)
-        self.folders = {}  # identities of what is mounted, by their paths in nodes
-        if self.env["NODE_SOCKETS"]:
-            self.folders = mounts.identities(run, Path(code)) | folders.identities(spec)
+        self.folders = folders.identities(spec) | mounts.identities(run, Path(code))
+        if not self.env["NODE_SOCKETS"]:  # the engine may be on another kernel
+            self.folders = {}
         self.nodes: dict[str, Container] = {}
         self.seen_events: dict[str, set[str]] = {}  # container id: actions in its events
         self.dying: set[str] = set()  # ids of containers that are being stopped, but are still listed as running

@@ -84,6 +84,16 @@ def test_a_job_whose_code_folder_is_gone_must_not_be_resumed(do, engine, failed,
     assert engine.calls == [] and failed.report.exists()
 
 
+def test_a_link_in_place_of_the_code_folder_must_not_be_followed(do, engine, failed, code, monkeypatch):
+    """The job may have made it, if it could write to the folder above."""
+    monkeypatch.chdir(code.parent)
+    code.rename(code.with_name("other"))
+    code.symlink_to("other")
+    error = f"error: cannot enter the job's code folder {code}: Not a directory"
+    assert do("resume") == (2, [], [error, "hint: restore the folder, or start a new job"])
+    assert engine.calls == []
+
+
 def test_a_job_that_cannot_be_reopened_must_stay_ended(do, failed):
     failed.page.unlink()
     (failed.page / "folder").mkdir(parents=True)

@@ -10,7 +10,7 @@ from support.commanded import create
 from orchestrate.cli.arguments import flags, parse
 from orchestrate.engines.docker import folders, mounts, packages
 from orchestrate.engines.docker.services import Services
-from orchestrate.errors import UsageError
+from orchestrate.errors import ResourceError, UsageError
 from orchestrate.files import mountinfo
 from orchestrate.files.paths import JobPaths
 from orchestrate.job import folders as job_folders
@@ -195,16 +195,18 @@ def test_a_link_that_a_job_of_another_project_has_made_must_not_be_followed(cach
             mounted({"data": {"d": str(path)}}, tmp_path / "runs")
 
 
-@pytest.mark.parametrize("key", ["source", "secrets", "requirements", "services", "dockerfile"])
+@pytest.mark.parametrize("key", ["source", "git", "secrets", "requirements", "services", "dockerfile"])
 def test_no_file_or_folder_of_a_job_may_be_reached_by_a_link_of_an_earlier_one(cache, tmp_path, key, daemon):
     (tmp_path / "private" / "Dockerfile").touch()
     (tmp_path / "private" / "file").touch()
     (cache / "link").symlink_to(tmp_path / "private")
-    folder = key in ("source", "dockerfile")
+    folder = key in ("source", "git", "dockerfile")
     path = str(cache / "link") if folder else str(cache / "link" / "file")
-    spec = resolve({key: {"A": path} if key == "secrets" else path})
+    path = f"git+file://{path}" if key == "git" else path
+    spec = resolve({"source" if key == "git" else key: {"A": path} if key == "secrets" else path})
     uses = {
         "source": source.enter,
+        "git": source.enter,
         "secrets": secret_files.with_contents,
         "requirements": lambda spec: requirements.read(Path(spec.requirements)),
         "services": lambda spec: Services(daemon, "a-1", spec.services, "none"),
@@ -214,6 +216,16 @@ def test_no_file_or_folder_of_a_job_may_be_reached_by_a_link_of_an_earlier_one(c
         uses[key](spec)
     assert caught.value.hint.startswith(f"name {tmp_path}/private")
     assert Path.cwd() == tmp_path
+
+
+def test_the_context_of_a_dockerfile_must_not_be_one_that_a_job_could_swap_meanwhile(cache, tmp_path, daemon):
+    for folder in (cache, cache / "own"):
+        (folder / "Dockerfile").touch()
+    with pytest.raises(UsageError, match=f"{cache}/own is in {cache}, where a job could put another folder"):
+        packages.build(daemon, JobSpec(dockerfile=str(cache / "own")))
+    for path in (cache, cache / "Dockerfile"):  # nodes cannot replace what is mounted
+        with pytest.raises(ResourceError, match="could not build the image of the Dockerfile"):
+            packages.build(daemon, JobSpec(dockerfile=str(path)))
 
 
 def test_a_folder_that_a_job_could_write_must_be_known_by_another_name_too(cache):

@@ -4,6 +4,7 @@ import ctypes
 import os
 import socket
 import stat
+import subprocess
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, cast
@@ -45,6 +46,25 @@ def test_a_folder_must_be_emptied_except_the_nodes_sockets_and_link_targets(tmp_
     wipe([str(tmp_path / "none"), str(folder)], {str(folder / "node.sock"), str(outside / "file")})
     assert [path.name for path in folder.iterdir()] == ["node.sock"]
     assert (outside / "mine").exists()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="must be root to mount a folder")
+def test_what_is_mounted_in_a_folder_must_stay(tmp_path):
+    mine, volume = tmp_path / "mine", tmp_path / "volume"
+    (volume / "deep").mkdir(parents=True)
+    mine.mkdir()
+    (mine / "file").touch()
+    (tmp_path / "alias").symlink_to(volume)
+    subprocess.run(["mount", "--bind", mine, volume / "deep"], check=True)
+    try:
+        for folder in (volume, tmp_path / "alias"):
+            with pytest.raises(OSError, match=f"{volume}/deep is mounted in {folder}"):
+                wipe([str(folder)], {})
+        assert (mine / "file").exists()
+        wipe([str(volume), str(volume / "deep")], {})  # a volume in a volume
+        assert not (mine / "file").exists()
+    finally:
+        subprocess.run(["umount", volume / "deep"], check=True)
 
 
 def test_system_v_ipc_objects_must_be_freed(ipc):

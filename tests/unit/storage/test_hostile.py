@@ -10,7 +10,7 @@ from support.object_stores import Trigger, fetched
 
 from orchestrate.errors import StorageError
 from orchestrate.files.folder import MAX_DEPTH, Folder
-from orchestrate.node.trees import clear
+from orchestrate.node.trees import FOLDER, clear
 from orchestrate.storage import manifest as manifests
 from orchestrate.storage import scan as scans
 from orchestrate.storage.content import Changed, Unreadable
@@ -168,10 +168,10 @@ def test_a_file_that_cannot_be_read_must_not_be_part_of_a_whole_copy(store, save
 
 def test_a_folder_that_cannot_be_read_must_not_look_empty(saved):
     class Closed(Folder):
-        def opened(self, below="", make=False):
+        def opened(self, below="", make=False, mode=FOLDER):
             if below == "checkpoints/locked/":
                 raise PermissionError(13, "Permission denied")  # root can read every folder
-            return super().opened(below, make)
+            return super().opened(below, make, mode)
 
     saved.write("locked/a", b"1")
     with pytest.raises(PermissionError, match="Permission denied: 'checkpoints/locked/'"):

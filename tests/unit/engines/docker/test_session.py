@@ -22,6 +22,7 @@ from orchestrate.engines.docker import client as daemon_module
 from orchestrate.engines.docker import session as docker_module
 from orchestrate.engines.docker import toolkit
 from orchestrate.errors import EngineError, EngineLost
+from orchestrate.files import writable
 from orchestrate.files.paths import PROJECT
 from orchestrate.job.spec import JobSpec
 
@@ -203,6 +204,15 @@ def test_nodes_must_get_only_the_gpus_of_the_plan(job):
         engine.up(job.plan())
     given = yaml.safe_load((job.folder / "given").read_text())["services"]
     assert engine.devices.items() < given["trainer"].items()
+
+
+@pytest.mark.parametrize("network", ["bridge", "host"])
+def test_the_mounts_that_a_job_can_write_must_be_known_to_later_ones(job, network):
+    (job.folder / "mine").mkdir()
+    mounts = [f"{job.folder}/mine:/x:rw", f"{job.folder}:/y"]
+    job.session(JobSpec(trainers=0, network=network, mounts=mounts))
+    known = {path for _, path in writable.known()}
+    assert job.folder / "mine" in known and job.folder not in known
 
 
 def test_a_job_on_the_host_network_must_use_the_second_compose_file(job):
