@@ -18,10 +18,10 @@ from support.repo import ROOT
 from support.uploads import packed, put, text
 
 from orchestrate.node import ranks
-from orchestrate.node.agent import wipe
 from orchestrate.node.files import PIECE, Files
 from orchestrate.node.ranks import fence
 from orchestrate.node.trees import clear, opened, replace, walk
+from orchestrate.node.wipe import wipe
 
 DEEP = 3000  # nested folders: more than the frames of Python's stack and the characters of a path
 
@@ -210,7 +210,7 @@ def test_a_folder_with_any_content_must_be_emptied(job, tmp_path):
 def test_unreadable_folders_must_be_emptied():
     code = """
 import os, pathlib, tempfile
-from orchestrate.node.agent import wipe
+from orchestrate.node.wipe import wipe
 with tempfile.TemporaryDirectory() as top:
     folder = f"{top}/folder"
     os.makedirs(f"{folder}/a/b/c")

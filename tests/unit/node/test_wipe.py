@@ -12,7 +12,9 @@ from typing import Any, cast
 import pytest
 
 from orchestrate.node import agent
-from orchestrate.node.agent import Agent, free_ipc, wipe
+from orchestrate.node import wipe as wipe_module
+from orchestrate.node.agent import Agent
+from orchestrate.node.wipe import free_ipc, wipe
 
 
 @pytest.fixture
@@ -26,7 +28,7 @@ def ipc(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[dict[str, int], set[t
         def __getattr__(self, name: str) -> Callable[..., None]:
             return lambda *arguments: freed.add((name, *arguments))
 
-    monkeypatch.setattr(agent.ctypes, "CDLL", lambda name: Recorder())
+    monkeypatch.setattr(wipe_module.ctypes, "CDLL", lambda name: Recorder())
     yield ids, freed
     libc.shmctl(ids["shmctl"], 0, None), libc.msgctl(ids["msgctl"], 0, None), libc.semctl(ids["semctl"], 0, 0)
 
@@ -79,7 +81,7 @@ def test_system_v_ipc_objects_must_be_freed(ipc):
 
 
 def test_files_that_cannot_be_removed_must_be_an_error(tmp_path, monkeypatch):
-    monkeypatch.setattr(agent, "clear", lambda folder, keep: ["a", "gone"])
+    monkeypatch.setattr(wipe_module, "clear", lambda folder, keep: ["a", "gone"])
     (tmp_path / "a").symlink_to("nowhere")
     with pytest.raises(OSError, match="1 files of the job cannot be removed"):
         wipe([str(tmp_path)], set())
