@@ -78,7 +78,7 @@ def fold(lines: Iterable[bytes]) -> list[dict[str, Any]]:
                 continue
             if name != PACE or not isinstance(value, list):
                 final[name] = value
-            else:
+            elif all(map(is_number, value)):
                 rows.append(value)
                 room -= len(value) + 1
         while room < 0:

@@ -25,8 +25,7 @@ LOCAL = re.compile(r"\.{0,2}/|\.{1,2}$|~|.*\.(whl|tar\.gz|zip)$", re.IGNORECASE)
 FILE = re.compile(r"(.*[\s@+=])?file:", re.IGNORECASE)
 LOCALLY = "installs from a local folder: nodes can import your current folder without that"
 REMOTE = re.compile(r"([^\s;@]+\s*@\s*)?((git\+)?(https?|ssh)://|\$\{)", re.IGNORECASE)
-MAX_DEPTH = 8  # files that include one another
-MAX_LINES = 10_000
+MAX_FILES, MAX_LINES, MAX_SIZE = 100, 10_000, 4 << 20  # files, lines of all, and characters of each
 
 
 def read(path: Path) -> list[str]:
@@ -35,47 +34,50 @@ def read(path: Path) -> list[str]:
     Those must be in the folder of the file or in the current folder: the file may have come with a project, and the
     build of an image, or an index, would get to see what is in any other file.
     """
-    return _read(path, (path.parent.resolve(), Path.cwd().resolve()), 0)
+    found: list[str] = []
+    _read(path, (path.parent.resolve(), Path.cwd().resolve()), found, set())
+    return found
 
 
-def _read(path: Path, inside: tuple[Path, ...], depth: int) -> list[str]:
+def _read(path: Path, inside: tuple[Path, ...], found: list[str], seen: set[Path]) -> None:
+    """Add the requirements of a file to those that were found, unless it is among those that were seen."""
     try:
         real = writable.resolved(str(path))
+        if real in seen:
+            return
+        seen.add(real)
         with ROOT.opened(str(real.parent), mode=ENTER) as folder:
             text = content(real.name, folder)
+        if len(text) > MAX_SIZE or len(seen) > MAX_FILES:
+            raise ValueError(f"larger than {MAX_SIZE >> 20} MiB, or one of more than {MAX_FILES} files")
     except (OSError, ValueError) as error:
         raise UsageError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}", "check the path") from None
-    found: list[str] = []
     for number, line in _lines(text):
         try:
             if not (include := INCLUDE.fullmatch(line)):
                 found.append(checked(line))
-            elif depth == MAX_DEPTH:
-                raise ValueError(f"{include[1]} is not read: more than {MAX_DEPTH} files include one another")
             elif not any((path.parent / include[1]).resolve().is_relative_to(folder) for folder in inside):
                 raise ValueError(f"{include[1]} is not read: it is outside of {inside[0]}")
             else:
-                found += _read(path.parent / include[1], inside, depth + 1)
+                _read(path.parent / include[1], inside, found, seen)
             if len(found) > MAX_LINES:
                 raise ValueError(f"more than {MAX_LINES} lines")
         except ValueError as error:
             raise UsageError(f"{path}:{number}: {error}", "change the line or remove it") from None
-    return found
 
 
 def _lines(text: str) -> list[tuple[int, str]]:
     """Split a file into lines with their numbers, without comments, continued lines joined."""
     found: list[tuple[int, str]] = []
-    pending, first = "", 0
+    pending, first = list[str](), 0
     for number, line in enumerate([*text.splitlines(), ""], 1):  # the last line may end with a backslash
         first = first if pending else number
-        pending += line
         if line.endswith("\\") and not line.lstrip().startswith("#"):
-            pending = pending[:-1] + " "
+            pending.append(line[:-1] + " ")
             continue
-        if stripped := re.sub(r"(^|\s)#.*", "", pending).strip():
+        if stripped := re.sub(r"(^|\s)#.*", "", "".join([*pending, line])).strip():
             found.append((first, stripped))
-        pending = ""
+        pending.clear()
     return found
 
 

@@ -13,6 +13,7 @@ from orchestrate.errors import UsageError
 from orchestrate.files.folder import regular
 
 MAX_FILE = 1 << 20  # bytes of a job file
+MAX_VALUES = 20_000  # of a document; PyYAML takes 0.1 ms for each
 MAX_DEPTH = 10  # levels of lists and mappings; a job file needs four
 KEPT_TAGS = ("tag:yaml.org,2002:null", "tag:yaml.org,2002:bool")
 TEXT_TAG = "tag:yaml.org,2002:str"
@@ -32,7 +33,7 @@ class _StrictLoader(yaml.SafeLoader):
     def __init__(self, text: str, text_keys: tuple[str, ...]) -> None:
         """`text_keys` are the keys whose values are always text, also as `KEY.NAME`."""
         super().__init__(text)
-        self.text_keys, self.depth = text_keys, 0
+        self.text_keys, self.depth, self.values = text_keys, 0, 0
 
     def compose_node(self, parent: Any, index: int) -> Any:
         event: Any = self.peek_event()  # type: ignore[no-untyped-call]
@@ -45,6 +46,9 @@ class _StrictLoader(yaml.SafeLoader):
         if self.depth == MAX_DEPTH:
             problem = f"lists and mappings are nested more than {MAX_DEPTH} deep"
             raise yaml.MarkedYAMLError(None, None, problem, mark)
+        self.values += 1
+        if self.values > MAX_VALUES:
+            raise yaml.MarkedYAMLError(None, None, f"there are more than {MAX_VALUES:,} values", mark)
         self.depth += 1
         try:
             return super().compose_node(parent, index)

@@ -12,6 +12,7 @@ They are named tuples, since importing dataclasses would take a node ten millise
 
 import functools
 import json
+import re
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, NamedTuple
 
@@ -25,9 +26,11 @@ LEASE_TIMEOUT = 8.0  # seconds without an answer after which a node on another m
 RENEW_INTERVAL = 1.0  # seconds between two requests to renew a lease
 MAX_DIGITS = 18  # digits of a number, which is then below 2^63
 MAX_REPORT = 16 << 20  # bytes of a report: the list of all files of a node is one
+MAX_VALUES = 2_500_000  # in a report: each file has six
 # Prefixes of reports that may be long; maximum bytes of any other report.
 LONG_REPORTS, MAX_SHORT_REPORT = (b'{"say": "changes", ', b'{"say": "piece", '), 1 << 20
 
+STATE = re.compile(r"[A-Za-z]?")  # as in proc(5), or unknown
 Flag = Annotated[bool, checks.flag]
 Text = Annotated[str, checks.text]
 AnyText = Annotated[str, checks.any_text]
@@ -56,7 +59,8 @@ def _doing(value: Any) -> str:
     """The process of a worker: process id, state as in proc(5), CPU time, and memory, if its node reports it."""
     if not isinstance(value, dict) or not {"pid", "state", "cpu"} <= value.keys():
         return " must be the state of a process"
-    state = checks.any_text(value["state"]) or ("" if len(value["state"]) < 2 else " must be a state of proc(5)")
+    right = isinstance(value["state"], str) and STATE.fullmatch(value["state"])
+    state = "" if right else " must be a state of proc(5)"
     return up_to(1 << 31)(value["pid"]) or state or checks.time(value["cpu"]) or up_to(1 << 62)(value.get("memory", 0))
 
 
@@ -337,6 +341,8 @@ def report(line: bytes) -> Any:
     """Decode the report in a line, ignoring unknown fields; raises ValueError if it is not a report."""
     if len(line) > MAX_SHORT_REPORT and not line.startswith(LONG_REPORTS):
         raise ValueError("too long")
+    if checks.has_more_values(line, MAX_VALUES):
+        raise ValueError("too many values")
     message = parsed(line, parse_int=None)  # file systems may report large numbers
     word = message.get("say")
     if not isinstance(word, str) or word not in REPORTS:

@@ -11,7 +11,8 @@ from orchestrate.job.metrics import SPECIAL, place
 from orchestrate.job.steps import Steps, is_small
 
 MAX_CURVES, MAX_NAMES = 12, 100  # that are drawn, and that are read
-MAX_VALUES = 200_000  # of each metric; then every second one is dropped
+MAX_VALUES = 200_000  # of a metric; then every second one is dropped
+MAX_POINTS = 1_000_000  # of all metrics
 BUCKETS = 250  # parts of a curve, of each of which the lowest and highest value are drawn
 MAX_NAME = 60  # characters
 
@@ -31,7 +32,8 @@ class Progress(Steps):
             if name in ("step", *SPECIAL) or not is_small(value) or not 0 < len(name) <= MAX_NAME:
                 continue
             if name in self.curves or len(self.curves) < MAX_NAMES:
-                _append(self.curves.setdefault(name, []), (at, float(value)))
+                curve = self.curves.setdefault(name, [])
+                _append(curve, (at, float(value)), min(MAX_VALUES, MAX_POINTS // len(self.curves)))
 
     def go_back(self, at: float) -> None:
         """Forget what was done from a step on, which the job repeats after a restart."""
@@ -58,13 +60,13 @@ def progress(rows: Iterable[dict[str, Any]], generations: int = 1) -> Progress:
     return found
 
 
-def _append(curve: Curve, point: tuple[float, float]) -> None:
+def _append(curve: Curve, point: tuple[float, float], most: int) -> None:
     """Add a point unless it is before the last one; it replaces one at the same step."""
     if curve and curve[-1][0] == point[0]:
         curve.pop()
     if not curve or curve[-1][0] < point[0]:
         curve.append(point)
-    if len(curve) > MAX_VALUES:
+    if len(curve) > most:
         del curve[1::2]  # neither the first nor the last one
 
 

@@ -10,6 +10,7 @@ from orchestrate.errors import StorageError
 
 PART = 5 << 20  # bytes of a part of an upload: the least that S3 accepts, so that little memory is used
 MAX_OBJECTS = 1_000_000  # that are listed; more are not the copy of a job
+MAX_NAMES = 256 << 20  # characters of their names and versions
 VARIABLES = {
     "s3": "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION and AWS_ENDPOINT_URL"
     ' (from a profile: eval "$(aws configure export-credentials --format env)")',
@@ -64,10 +65,13 @@ class Store(ABC):
         """Delete objects; those that do not exist are ignored."""
 
     def versions(self, below: str = "") -> Iterator[Version]:
-        """Yield all objects in a folder, in no order; raises StorageError if there are too many."""
+        """Yield all objects in a folder, in no order; raises StorageError if these are too many."""
+        size = 0
         for count, version in enumerate(self.all(below), 1):
-            if count > MAX_OBJECTS:
-                raise StorageError(f"{self.url} holds more than {MAX_OBJECTS:,} objects", "use an empty prefix")
+            size += len(version.key) + len(version.tag)
+            if count > MAX_OBJECTS or size > MAX_NAMES:
+                what = f"{MAX_OBJECTS:,} objects, or names of more than {MAX_NAMES >> 20} million characters"
+                raise StorageError(f"{self.url} holds more than {what}", "use an empty prefix")
             yield version
 
     def reach(self) -> None:

@@ -9,10 +9,11 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 import stat
 import threading
-from collections.abc import Callable, Collection
-from pathlib import Path, PurePosixPath
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
 
 from orchestrate.errors import StorageError, StorageLost
 from orchestrate.files import private
@@ -22,6 +23,7 @@ from orchestrate.storage.base import Store, Version
 from orchestrate.storage.fetch import Progress, never, retry
 from orchestrate.storage.parallel import each
 
+MAX_DEPTH = 64  # folders around an object, as in a `file://` store
 FILES = "files"  # the folder that nodes see
 INDEX = "index.json"  # version of each file
 PART = "fetching-"  # start of the names of files that are being fetched
@@ -47,8 +49,8 @@ def fetch(
 
 def _update(store: Store, folder: Path, progress: Progress, lost: Callable[[StorageLost], None]) -> tuple[int, int]:
     wanted = {version.key: version for version in store.versions() if not version.key.endswith("/")}
-    above = {str(folder) for key in wanted for folder in PurePosixPath(key).parents}
-    for key in [key for key in above if key in wanted and not wanted[key].size]:
+    above = {folder for key in wanted for folder in _folders(store, key) if folder in wanted}
+    for key in [key for key in above if not wanted[key].size]:
         del wanted[key]  # the marker of a folder, as the web pages of stores create it
     if not wanted:
         raise StorageError(f"{store.url} has no objects", "check the URL")
@@ -77,6 +79,13 @@ def _update(store: Store, folder: Path, progress: Progress, lost: Callable[[Stor
         with counting:
             write_whole(str(folder / INDEX), json.dumps(have))
     return counts[0], counts[1]
+
+
+def _folders(store: Store, key: str) -> Iterator[str]:
+    """Yield the folders that a key is in; raises StorageError if these are too many."""
+    if key.count("/") > MAX_DEPTH:
+        raise StorageError(f"{store.url} has an object in more than {MAX_DEPTH} folders: {key[:100]!a}", "rename it")
+    return (key[: match.start()] for match in re.finditer("/", key))
 
 
 def _index(folder: Path) -> dict[str, str]:

@@ -140,3 +140,9 @@ def test_no_more_steps_may_be_repeated_than_there_were_if_they_are_fractions():
         for step in range(1, 100):
             found.take({"step": step / 10})
     assert found.divided(200.0)["repeated"] == 200.0
+
+
+def test_seconds_of_ranks_that_are_no_numbers_must_not_be_kept():
+    """Each could be a list of a thousand values."""
+    rows = [[1.5, 2], [[1], 2], [{}, "x"]]
+    assert kept(*({"rank_seconds": row} for row in rows)) == [{"rank_seconds": [1.5, 2]}]

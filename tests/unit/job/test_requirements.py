@@ -53,7 +53,9 @@ def test_a_file_must_be_read_with_the_files_that_it_includes(tmp_path):
         ("-c constraints.txt", "r.txt:1: -c is not supported"),
         ("numpy\n--index-url https://me:hunter22@example.org/simple", "r.txt:2: a URL contains a password"),
         ("https://ghp_0123456789abcdefghij@example.org/a.zip", "r.txt:1: a URL contains a password"),
-        ("-r r.txt", "r.txt:1: r.txt is not read: more than 8 files include one another"),
+        ("-r r.txt\n-e .", "r.txt:2: -e installs from a local folder"),
+        ("a" * (4 << 20) + "\n", "r.txt: larger than 4 MiB, or one of more than 100 files"),
+        ("a \\\n" * 300_000 + "\n-e .", "r.txt:300002: -e installs from a local folder"),
         ("-r none.txt", "none.txt: No such file or directory"),
         ("a\n" * 10_001, "r.txt:10001: more than 10000 lines"),
     ],
@@ -64,6 +66,20 @@ def test_a_line_that_cannot_be_installed_must_be_named(tmp_path, text, error):
         requirements.read(tmp_path / "r.txt")
     assert error in str(failure.value)
     assert "hunter22" not in str(failure.value) and "ghp_" not in str(failure.value)
+
+
+def test_each_file_must_be_read_once_however_often_it_is_included(tmp_path):
+    for number in range(50):
+        others = "".join(f"-r {other}.txt\n" for other in range(50))
+        (tmp_path / f"{number}.txt").write_text(f"a{number}\n{others}")
+    assert sorted(requirements.read(tmp_path / "7.txt")) == sorted(f"a{number}" for number in range(50))
+
+
+def test_files_that_include_one_another_must_be_limited(tmp_path):
+    for number in range(101):
+        (tmp_path / f"{number}.txt").write_text(f"-r {number + 1}.txt\n")
+    with pytest.raises(UsageError, match=r"100\.txt: larger than 4 MiB, or one of more than 100 files"):
+        requirements.read(tmp_path / "0.txt")
 
 
 @pytest.mark.parametrize("include", ["../credentials", "{outside}", "link/credentials"])

@@ -4,6 +4,7 @@ import os
 import re
 
 import pytest
+import yaml
 
 from orchestrate.errors import UsageError
 from orchestrate.job import strict_yaml
@@ -358,3 +359,10 @@ def test_a_job_file_that_is_a_link_out_of_its_folder_must_not_be_quoted(tmp_path
     link.unlink()
     link.symlink_to("own.yaml")
     assert strict_yaml.read(link) == "nodes: 2\n"
+
+
+def test_a_document_of_many_values_must_be_refused_early():
+    text = f"pip: [{'a,' * 20_000}]"
+    with pytest.raises(yaml.MarkedYAMLError, match="there are more than 20,000 values"):
+        strict_yaml.parse(text)
+    assert strict_yaml.parse(f"pip: [{'a,' * 10_000}]")[0] == {"pip": ["a"] * 10_000}

@@ -45,6 +45,12 @@ def test_a_long_report_must_not_turn_into_another_one():
         report(line)
 
 
+def test_a_report_of_many_small_values_must_be_refused_before_it_is_parsed():
+    for value in (b"[],", b'{"a":1}', b'"",'):
+        with pytest.raises(ValueError, match="too many values"):
+            report(b'{"say": "changes", "x": [' + value * 1_300_000)
+
+
 def test_an_invalid_report_must_be_refused():
     for line in (
         b'{"say": "failed", "error": 3}',
@@ -84,6 +90,7 @@ def test_a_message_with_a_field_of_a_wrong_type_must_be_refused(say, field, valu
         {"running": {"1": {"pid": 7, "state": "R"}}},
         {"running": {"1": {"pid": 7, "state": 1, "cpu": 1.0}}},
         {"running": {"1": {"pid": 7, "state": "RR", "cpu": 1.0}}},
+        {"running": {"1": {"pid": 7, "state": "\x9d", "cpu": 1.0}}},
         {"running": {"1": {"pid": 7, "state": "R", "cpu": float("inf")}}},
         {"running": {"1": {"pid": 7, "state": "R", "cpu": 1.0, "memory": -1}}},
         {"running": {"1": 7}},

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from support.page import Page, run
 
 from orchestrate.job.spec import JobSpec
-from orchestrate.pages import charts
+from orchestrate.pages import charts, curves
 from orchestrate.pages.curves import BUCKETS, MAX_CURVES, MAX_NAME, progress, thinned
 from orchestrate.pages.page import drawn
 from orchestrate.pages.run import FEW, curves_of
@@ -125,3 +125,11 @@ ROWS = st.lists(st.dictionaries(st.sampled_from(["step", "loss", "<a>", "\x00"])
 def test_any_metrics_must_give_a_chart(rows):
     curves = progress(json.loads(json.dumps(rows))).drawn()
     Page(charts.lines(curves)) if curves else None
+
+
+def test_the_points_of_all_curves_together_must_be_limited(monkeypatch):
+    monkeypatch.setattr(curves, "MAX_POINTS", 1000)
+    found = progress({"step": step, **{f"loss{name}": step for name in range(50)}} for step in range(300))
+    assert len(found.curves) == 50
+    for curve in found.curves.values():
+        assert 8 <= len(curve) <= 20 and curve[0][0] == 0 and curve[-1][0] == 299

@@ -12,6 +12,7 @@ from support.object_stores import URL, Server
 from orchestrate.errors import StorageError, StorageLost
 from orchestrate.job.folders import cached_data
 from orchestrate.storage import dataset
+from orchestrate.storage.base import Version
 from orchestrate.storage.store import open_store
 
 
@@ -207,3 +208,11 @@ def test_an_object_of_another_size_than_listed_must_be_refused(objects, monkeypa
     with pytest.raises(StorageError, match="/a changed while it was fetched"):
         dataset.fetch(open_store(URL), lambda files, size: None)
     assert not fetched() and sorted(os.listdir(cached_data(URL).parent)) == ["files", "index.json", "lock"]
+
+
+def test_objects_in_too_many_folders_must_be_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    store = open_store(f"file://{tmp_path}/store")
+    store.all = lambda below: iter([Version("a/" * 65 + "b", 1, "tag")])
+    with pytest.raises(StorageError, match="has an object in more than 64 folders: 'a/a/"):
+        dataset.fetch(store, lambda *_: None)

@@ -268,6 +268,14 @@ def test_a_prefix_with_too_many_objects_must_be_refused(store, monkeypatch):
         list(store.list("files"))
 
 
+def test_a_prefix_whose_objects_have_long_names_must_be_refused(store, monkeypatch):
+    monkeypatch.setattr("orchestrate.storage.base.MAX_NAMES", 500)
+    for name in "abc":
+        store.put(f"files/{name * 200}", b"1")
+    with pytest.raises(StorageError, match="or names of more than"):
+        list(store.list("files"))
+
+
 def test_a_missing_object_must_be_named(store):
     with pytest.raises(StorageError, match=r"/files/none does not exist"):
         list(store.read("files/none"))

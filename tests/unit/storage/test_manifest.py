@@ -93,7 +93,9 @@ def test_a_manifest_with_other_fields_must_be_skipped(store, saved, elsewhere, w
     assert fetched(store, elsewhere) == {"a": b"data"}
 
 
-@pytest.mark.parametrize("text", [b"", b"{", b"[]", b'{"manifest": 1}', b"\xff", b"[" * 100_000, b"null"])
+@pytest.mark.parametrize(
+    "text", [b"", b"{", b"[]", b'{"manifest": 1}', b"\xff", '"ü"'.encode(), b"[" * 100_000, b"null"]
+)
 def test_a_manifest_that_is_damaged_must_be_skipped(store, saved, elsewhere, text):
     saved.write("a", b"data")
     saved.copy(store)
