@@ -64,9 +64,10 @@ def test_a_command_that_fails_must_be_the_root_cause_and_run_again(prepared, eng
     assert done.returncode == 1, done.stderr
     report = prepared.report()
     assert report["generations"] == 2 and report["root_cause"]["exit_code"] == 7
-    assert "was not started: `sh break.sh` failed with exit code 7" in prepared.log(report["root_cause"]["rank"])
+    output = prepared.log(report["root_cause"]["rank"])
+    assert "was not started: `sh break.sh` failed with exit code 7" in output
     assert "root cause: `before` on " in done.stderr and " exited with code 7\n" in done.stderr
-    assert "preparing for rank" in prepared.log(0) and "found" not in prepared.log(0)
+    assert "preparing for rank" in output and "found" not in output
     tries = [path.read_text() for path in (prepared.run_dir() / "job").glob("prepared-*")]
     assert len("".join(tries)) >= 2  # in each generation, at least on the node that failed first
 

@@ -9,7 +9,7 @@ import pytest
 from support.leaks import leaks
 from support.leftovers import docker
 
-CANARY = "canary-0d4f6a3e"
+CANARY = "canary-of-files-7b1e"
 SCRIPT = textwrap.dedent("""
     import os, pathlib, stat
     for name in ("HF_TOKEN", "CERT"):
