@@ -152,12 +152,12 @@ def account_key() -> bytes:
         with contextlib.suppress(OSError):
             private.make(place)
             with private.opened(place) as folder:
-                new = f".{KEY}.{tokens.token_hex(4)}"
-                write_whole(new, tokens.token_hex(32), folder)
                 with contextlib.suppress(FileExistsError):
-                    os.link(new, KEY, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=False)
-                os.unlink(new, dir_fd=folder)
-                return content(KEY, folder).encode()
+                    new = os.open(KEY, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=folder)
+                    with os.fdopen(new, "w") as file:
+                        file.write(tokens.token_hex(32))
+                if found := content(KEY, folder):
+                    return found.encode()
     raise UsageError("cannot keep a key of this account", "set XDG_STATE_HOME to a folder that you own")
 
 

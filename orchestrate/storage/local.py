@@ -14,7 +14,7 @@ from pathlib import Path
 from urllib.parse import quote, unquote
 
 from orchestrate.errors import StorageConflict, StorageError
-from orchestrate.files.folder import MAX_DEPTH, Folder
+from orchestrate.files.folder import MAX_DEPTH, ROOT
 from orchestrate.storage.base import MAX_OBJECTS, VARIABLES, Store, Version
 from orchestrate.storage.parallel import interruptible
 from orchestrate.storage.scan import is_sparse
@@ -32,8 +32,8 @@ class Local(Store):
     def __init__(self, url: str, path: str) -> None:
         """`path` is that of the URL. Raises StorageError if the folder cannot be used."""
         super().__init__(url)
-        self._root, self._top = Folder(Path("/"), "."), unquote(path).strip("/")
-        with self._errors(), self._root.opened(self._top, make=True):
+        self._top = unquote(path).strip("/")
+        with self._errors(), ROOT.opened(self._top, make=True):
             pass
 
     def put(self, key: str, data: bytes) -> None:
@@ -52,7 +52,7 @@ class Local(Store):
 
     def read(self, key: str) -> Iterator[bytes]:
         """Read a file in pieces."""
-        with self._errors(key), interruptible(self._root.open, self._path(key)) as file:
+        with self._errors(key), interruptible(ROOT.open, self._path(key)) as file:
             if is_sparse(os.fstat(file.fileno())):
                 raise StorageError(f"{self.url}/{key} is a sparse file, which is not read", "remove it")
             while piece := interruptible(file.read, PIECE):
@@ -77,7 +77,7 @@ class Local(Store):
     def _write(self, key: str, chunks: Iterator[bytes], replace: bool = True) -> None:
         """Write a file, which appears with all of its content; raises FileExistsError unless it may be replaced."""
         parent, _, name = self._path(key).rpartition("/")
-        with self._root.opened(parent, make=True) as folder:
+        with ROOT.opened(parent, make=True) as folder:
             part = f".{secrets.token_hex(8)}{PART}"
             try:
                 with os.fdopen(os.open(part, NEW, 0o666, dir_fd=folder), "wb") as file:
@@ -95,7 +95,7 @@ class Local(Store):
             here = pending.pop()
             with contextlib.ExitStack() as stack:
                 stack.enter_context(contextlib.suppress(FileNotFoundError))  # there is none, or it was removed
-                folder = stack.enter_context(self._root.opened(self._path(here)))
+                folder = stack.enter_context(ROOT.opened(self._path(here)))
                 for entry in stack.enter_context(os.scandir(folder)):
                     key = f"{here}/{entry.name}" if here else entry.name
                     entries_left -= 1
@@ -113,12 +113,12 @@ class Local(Store):
     def _remove(self, key: str) -> None:
         """Remove a file, and the folders in which it was the last one."""
         parent, _, name = self._path(key).rpartition("/")
-        with self._root.opened(parent) as folder:
+        with ROOT.opened(parent) as folder:
             os.unlink(name, dir_fd=folder)
         with contextlib.suppress(OSError):  # a folder is not empty
             while parent != self._top:
                 parent, _, name = parent.rpartition("/")
-                with self._root.opened(parent) as folder:
+                with ROOT.opened(parent) as folder:
                     os.rmdir(name, dir_fd=folder)
 
     @contextlib.contextmanager

@@ -333,3 +333,12 @@ def test_a_file_must_be_valid_before_its_next_version_is_written_and_if_it_canno
     with pytest.raises(OSError, match="No space left"):
         records.write(path, "new")
     assert records.written(records.need(run), path.name, path.read_text())
+
+
+def test_the_key_of_an_account_must_stay_and_be_its_own(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "one"))
+    key = records.account_key()
+    assert records.account_key() == key and len(key) == 64
+    assert stat.S_IMODE((tmp_path / "one" / "orchestrate" / "key").stat().st_mode) == 0o600
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "two"))
+    assert records.account_key() != key
