@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -152,12 +153,13 @@ def account_key() -> bytes:
         with contextlib.suppress(OSError):
             private.make(place)
             with private.opened(place) as folder:
-                with contextlib.suppress(FileExistsError):
-                    new = os.open(KEY, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=folder)
-                    with os.fdopen(new, "w") as file:
-                        file.write(tokens.token_hex(32))
-                if found := content(KEY, folder):
-                    return found.encode()
+                flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+                with os.fdopen(os.open(KEY, flags, 0o600, dir_fd=folder), "r+b") as file:
+                    fcntl.flock(file, fcntl.LOCK_EX)  # another process may be creating it
+                    if found := file.read(64):
+                        return found
+                    file.write(new := tokens.token_hex(32).encode())
+                    return new
     raise UsageError("cannot keep a key of this account", "set XDG_STATE_HOME to a folder that you own")
 
 

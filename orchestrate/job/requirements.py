@@ -48,8 +48,10 @@ def _read(path: Path, inside: tuple[Path, ...], found: list[str], seen: set[Path
         seen.add(real)
         with ROOT.opened(str(real.parent), mode=ENTER) as folder:
             text = content(real.name, folder)
-        if len(text) > MAX_SIZE or len(seen) > MAX_FILES:
-            raise ValueError(f"larger than {MAX_SIZE >> 20} MiB, or one of more than {MAX_FILES} files")
+        if len(text) > MAX_SIZE:
+            raise ValueError(f"larger than {MAX_SIZE >> 20} MiB")
+        if len(seen) > MAX_FILES:
+            raise ValueError(f"more than {MAX_FILES} files include one another")
     except (OSError, ValueError) as error:
         raise UsageError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}", "check the path") from None
     for number, line in _lines(text):

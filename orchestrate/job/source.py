@@ -49,7 +49,10 @@ PLAIN = (
 # With a limit of memory, in KiB: to compare a file of empty lines takes 26 times its size.
 LIMITED = ("sh", "-c", 'ulimit -v 2097152; exec "$@"', "sh")
 DIFF = ("diff", "--no-ext-diff", "--no-textconv")
-CONFIG = "[core]\n\trepositoryformatversion = 1\n\tfilemode = false\n[extensions]\n\tobjectformat = {kind}\n"
+# Settings on which it depends whether a file is changed; none names a program.
+SETTINGS = r"^core\.(filemode|symlinks|autocrlf|eol|ignorecase)$"
+FORMATS = {40: "[core]\nrepositoryformatversion = 0\n"}  # by the length of a commit
+FORMATS[64] = "[core]\nrepositoryformatversion = 1\n[extensions]\nobjectformat = sha256\n"
 
 
 @dataclass(frozen=True)
@@ -241,16 +244,21 @@ def _repository(folder: Path) -> Iterator[tuple[str, dict[str, str]]]:
     tree = next((path for path in (here, *here.parents) if os.path.lexists(path / ".git")), None)
     if tree is None:
         raise FileNotFoundError(errno.ENOENT, "no repository", str(folder))
-    ask = ["rev-parse", "HEAD", "--git-path", "objects", "--git-path", "index", "--show-object-format"]
-    told = _output(ask, folder, {"GIT_WORK_TREE": str(tree)}, MAX_OUTPUT)
-    commit, objects, index, kind = os.fsdecode(told).splitlines()
-    if not COMMIT.fullmatch(commit) or kind not in ("sha1", "sha256"):
-        raise ValueError("an unknown kind of repository")
+    env = {"GIT_WORK_TREE": str(tree)}
+    told = _output(["rev-parse", "HEAD", "--git-path", "objects", "--git-path", "index"], folder, env, MAX_OUTPUT)
+    commit, objects, index = os.fsdecode(told).splitlines()
+    if not COMMIT.fullmatch(commit):
+        raise ValueError("an unknown kind of commit")
+    settings = ""
+    with contextlib.suppress(OSError):  # there are none
+        set_there = _output(["config", "-z", "--get-regexp", SETTINGS], folder, env, MAX_OUTPUT).decode()
+        pairs = (line.partition("\n") for line in set_there.split("\0"))
+        settings = "".join(f"[core]\n{name[5:]} = {value}\n" for name, _, value in pairs if value.isalpha())
     with tempfile.TemporaryDirectory() as private:
         for name in ("objects", "refs"):
             Path(private, name).mkdir()
         Path(private, "HEAD").write_text(f"{commit}\n")
-        Path(private, "config").write_text(CONFIG.format(kind=kind))
+        Path(private, "config").write_text(FORMATS[len(commit)] + settings)
         yield (
             commit,
             {

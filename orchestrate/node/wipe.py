@@ -14,21 +14,24 @@ IPC_RMID = 0  # of shmctl(2), msgctl(2) and semctl(2)
 
 
 def wipe(folders: list[str], kept: Collection[str]) -> None:
-    """Empty folders except for the paths `kept`; raises OSError if files of a worker cannot be removed.
+    """Empty folders except for the paths `kept` and what is mounted in them, such as a folder of the user.
 
-    Also if something else is mounted in a folder, such as one of the user.
+    Raises OSError if files of a worker cannot be removed, or something is mounted further down.
     """
     with open("/proc/self/mountinfo") as file:
         mounted = {line.split()[4] for line in file}
     for folder in folders:
         with contextlib.suppress(FileNotFoundError):
             real = os.path.realpath(folder)  # the image may have links
-            if other := next((path for path in mounted.difference(folders) if path.startswith(f"{real}/")), ""):
-                raise OSError(f"{other} is mounted in {folder}")
+            others = {
+                os.path.relpath(path, real) for path in mounted.difference(folders) if path.startswith(f"{real}/")
+            }
+            if deep := next((name for name in others if "/" in name), ""):
+                raise OSError(f"{deep} is mounted in {folder}")
             if not stat.S_ISDIR(os.lstat(folder).st_mode):  # the job has replaced the folder
                 os.unlink(folder)
                 continue
-            names = {os.path.basename(path) for path in kept if os.path.dirname(path) == folder}
+            names = others | {os.path.basename(path) for path in kept if os.path.dirname(path) == folder}
             if left := [name for name in clear(folder, names) if _ours(folder, name)]:
                 raise OSError(f"{len(left)} files of the job cannot be removed from {folder}")
 

@@ -12,7 +12,7 @@ from orchestrate.job.steps import Steps, is_small
 
 MAX_CURVES, MAX_NAMES = 12, 100  # that are drawn, and that are read
 MAX_VALUES = 200_000  # of a metric; then every second one is dropped
-MAX_POINTS = 1_000_000  # of all metrics
+MAX_POINTS = 1_000_000  # of all metrics, about: a curve without new values is not thinned
 BUCKETS = 250  # parts of a curve, of each of which the lowest and highest value are drawn
 MAX_NAME = 60  # characters
 

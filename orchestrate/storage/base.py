@@ -10,6 +10,7 @@ from orchestrate.errors import StorageError
 
 PART = 5 << 20  # bytes of a part of an upload: the least that S3 accepts, so that little memory is used
 MAX_OBJECTS = 1_000_000  # that are listed; more are not the copy of a job
+MAX_LEVELS = 64  # folders around an object that is listed
 MAX_NAMES = 256 << 20  # characters of their names and versions
 VARIABLES = {
     "s3": "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION and AWS_ENDPOINT_URL"

@@ -19,11 +19,10 @@ from orchestrate.errors import StorageError, StorageLost
 from orchestrate.files import private
 from orchestrate.files.folder import content, write_whole
 from orchestrate.job.folders import cached_data
-from orchestrate.storage.base import Store, Version
+from orchestrate.storage.base import MAX_LEVELS, Store, Version
 from orchestrate.storage.fetch import Progress, never, retry
 from orchestrate.storage.parallel import each
 
-MAX_DEPTH = 64  # folders around an object, as in a `file://` store
 FILES = "files"  # the folder that nodes see
 INDEX = "index.json"  # version of each file
 PART = "fetching-"  # start of the names of files that are being fetched
@@ -83,8 +82,8 @@ def _update(store: Store, folder: Path, progress: Progress, lost: Callable[[Stor
 
 def _folders(store: Store, key: str) -> Iterator[str]:
     """Yield the folders that a key is in; raises StorageError if these are too many."""
-    if key.count("/") > MAX_DEPTH:
-        raise StorageError(f"{store.url} has an object in more than {MAX_DEPTH} folders: {key[:100]!a}", "rename it")
+    if key.count("/") > MAX_LEVELS:
+        raise StorageError(f"{store.url} has an object in more than {MAX_LEVELS} folders: {key[:100]!a}", "rename it")
     return (key[: match.start()] for match in re.finditer("/", key))
 
 

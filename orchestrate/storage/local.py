@@ -14,8 +14,8 @@ from pathlib import Path
 from urllib.parse import quote, unquote
 
 from orchestrate.errors import StorageConflict, StorageError
-from orchestrate.files.folder import MAX_DEPTH, ROOT
-from orchestrate.storage.base import MAX_OBJECTS, VARIABLES, Store, Version
+from orchestrate.files.folder import ROOT
+from orchestrate.storage.base import MAX_LEVELS, MAX_OBJECTS, VARIABLES, Store, Version
 from orchestrate.storage.parallel import interruptible
 from orchestrate.storage.scan import is_sparse
 
@@ -104,7 +104,7 @@ class Local(Store):
                     if len(key) > MAX_KEY:
                         continue
                     if entry.is_dir(follow_symlinks=False):
-                        if key.count("/") <= 2 * MAX_DEPTH:
+                        if key.count("/") <= MAX_LEVELS:
                             pending.append(key)
                     elif entry.is_file(follow_symlinks=False) and not entry.name.endswith(PART):
                         status = entry.stat(follow_symlinks=False)

@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         source.go_to(Path(last.placement.code))
     except OSError as error:
-        hint = "restore the folder, or start a new job"
+        hint = "restore the folder (a link is not followed), or start a new job"
         raise UsageError(f"cannot enter the job's code folder {last.placement.code}: {error.strerror}", hint) from None
     _check_user(spec, last, paths)
     watch.style_of(args, last)  # its options may be wrong

@@ -10,14 +10,12 @@ from typing import Any
 from orchestrate.engines.docker import mounts
 from orchestrate.errors import UsageError
 from orchestrate.files import records, writable
-from orchestrate.files.folder import unlinked
 from orchestrate.files.mountinfo import is_kernels, kernels, paths
 from orchestrate.files.paths import JOB, is_text
 from orchestrate.job import users
 from orchestrate.job.folders import Mount
 from orchestrate.job.folders import mounts as wanted_mounts
 from orchestrate.job.spec import JobSpec
-from orchestrate.node.trees import identity
 
 ONLY_DATA = "mount a subfolder that contains only data"
 SYSTEM = ("/proc", "/sys", "/dev", "/run", "/var/run", "/boot")  # sources with sockets, devices and kernel interfaces
@@ -54,7 +52,7 @@ def identities(spec: JobSpec) -> dict[str, str]:
     """
     found = {mount.target: (writable.resolved(mount.source), mount.writable) for mount in wanted_mounts(spec)}
     writable.note(source for source, written in found.values() if written)
-    return {target: identity(unlinked(source)) for target, (source, _) in found.items()}
+    return {target: writable.found(source) for target, (source, _) in found.items()}
 
 
 def _check_source(source: Path, runs: Path, spec: JobSpec) -> None:

@@ -123,7 +123,9 @@ def check_script(mounts: list[dict[str, Any]], command: tuple[str, ...], chdir: 
         for mount in mounts:
             if f"{CODE}/{path}/".startswith(f"{mount['target']}/"):
                 name = mount["target"].removeprefix(f"{CODE}/")
-                hint = "remove it from .dockerignore, or add an exception (!); runs and .git are always hidden"
+                hint = (
+                    "remove it from .dockerignore, or add an exception (!); .git, runs and folders of jobs stay hidden"
+                )
                 raise UsageError(f"nodes cannot see the script: {name} is hidden", hint)
 
 

@@ -87,8 +87,9 @@ def install(daemon: Daemon, spec: JobSpec, python: str) -> None:
     print_message(f"installing {pluralize(len(spec.pip), 'package')} in {base(spec)} (once)")
     with daemon.translating_errors(f"could not inspect {base(spec)}"):
         config = daemon.client.images.get(base(spec)).attrs["Config"]
-    if config.get("OnBuild"):
-        raise ResourceError(f"{base(spec)} has ONBUILD instructions, which packages cannot be installed on", "use FROM")
+    if config.get("OnBuild"):  # they would run in our build, with its secrets
+        why = f"{base(spec)} has ONBUILD instructions, which would run when packages are installed"
+        raise ResourceError(why, "build an image FROM it, and use that")
     user = config.get("User") or ""
     with tempfile.TemporaryDirectory(prefix="orchestrate-") as folder:
         Path(folder, FILE).write_text("\n".join(spec.pip) + "\n")

@@ -31,20 +31,27 @@ def volumes(daemon: Daemon, image: str, spec: JobSpec) -> list[str]:
     """
     with daemon.translating_errors(f"could not inspect {image}"), contextlib.suppress(docker.errors.ImageNotFound):
         config = daemon.client.images.get(image).attrs.get("Config") or {}
-        return checked(image, config.get("Volumes") or (), (*MOUNTED, *(mount.target for mount in mounts(spec))))
+        return checked(image, config.get("Volumes") or (), given=[mount.target for mount in mounts(spec)])
     return []
 
 
-def checked(image: str, declared: Iterable[str], mounted: Collection[str] = MOUNTED) -> list[str]:
-    """Return the volumes of an image, except those that our mounts replace; raises ResourceError like `volumes`."""
+def checked(
+    image: str, declared: Iterable[str], mounted: Collection[str] = MOUNTED, given: Collection[str] = ()
+) -> list[str]:
+    """Return the volumes of an image, except those that our mounts, or those `given` by the job, replace.
+
+    Raises ResourceError like `volumes`.
+    """
     found = []
     for path in declared:
         path = re.sub("^/+", "/", path)  # as Docker reads it
         folder = str(PurePosixPath(path))
-        if folder in mounted:
+        if folder in (*mounted, *given):
             continue
-        if why := _unsupported(path, (*mounted, *KERNELS)):
-            hint = "remove that VOLUME from its Dockerfile"
+        hint = "remove that VOLUME from its Dockerfile"
+        if not (why := _unsupported(path, (*mounted, *KERNELS))):
+            why, hint = _unsupported(path, given), "mount the folder elsewhere, with `mounts`"
+        if why:
             raise ResourceError(f"the image {image} declares the volume {ascii(path)}, {why}", hint)
         found.append(folder)
     if len(found) > MAX_VOLUMES:

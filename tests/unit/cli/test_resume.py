@@ -80,7 +80,7 @@ def test_a_job_whose_code_folder_is_gone_must_not_be_resumed(do, engine, failed,
     monkeypatch.chdir(code.parent)
     code.rmdir()
     error = f"error: cannot enter the job's code folder {code}: No such file or directory"
-    assert do("resume") == (2, [], [error, "hint: restore the folder, or start a new job"])
+    assert do("resume") == (2, [], [error, "hint: restore the folder (a link is not followed), or start a new job"])
     assert engine.calls == [] and failed.report.exists()
 
 
@@ -90,7 +90,7 @@ def test_a_link_in_place_of_the_code_folder_must_not_be_followed(do, engine, fai
     code.rename(code.with_name("other"))
     code.symlink_to("other")
     error = f"error: cannot enter the job's code folder {code}: Not a directory"
-    assert do("resume") == (2, [], [error, "hint: restore the folder, or start a new job"])
+    assert do("resume") == (2, [], [error, "hint: restore the folder (a link is not followed), or start a new job"])
     assert engine.calls == []
 
 

@@ -6,6 +6,7 @@ import shutil
 import socket
 import stat
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -337,8 +338,12 @@ def test_a_file_must_be_valid_before_its_next_version_is_written_and_if_it_canno
 
 def test_the_key_of_an_account_must_stay_and_be_its_own(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "one"))
-    key = records.account_key()
-    assert records.account_key() == key and len(key) == 64
-    assert stat.S_IMODE((tmp_path / "one" / "orchestrate" / "key").stat().st_mode) == 0o600
+    with ThreadPoolExecutor(8) as pool:
+        (key,) = {*pool.map(lambda _: records.account_key(), range(100))}
+    path = tmp_path / "one" / "orchestrate" / "key"
+    assert len(key) == 64 and stat.S_IMODE(path.stat().st_mode) == 0o600
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "two"))
     assert records.account_key() != key
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "one"))
+    path.write_text("")  # as on a full disk
+    assert len(new := records.account_key()) == 64 and records.account_key() == new != key

@@ -1,6 +1,7 @@
 """Folders that a job names: data and mounts, and what may not be mounted."""
 
 import os
+import re
 import socket
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from orchestrate.cli.arguments import flags, parse
 from orchestrate.engines.docker import folders, mounts, packages
 from orchestrate.engines.docker.services import Services
 from orchestrate.errors import ResourceError, UsageError
-from orchestrate.files import mountinfo
+from orchestrate.files import mountinfo, writable
 from orchestrate.files.paths import JobPaths
 from orchestrate.job import folders as job_folders
 from orchestrate.job import requirements, secret_files, source
@@ -221,11 +222,21 @@ def test_no_file_or_folder_of_a_job_may_be_reached_by_a_link_of_an_earlier_one(c
 def test_the_context_of_a_dockerfile_must_not_be_one_that_a_job_could_swap_meanwhile(cache, tmp_path, daemon):
     for folder in (cache, cache / "own"):
         (folder / "Dockerfile").touch()
-    with pytest.raises(UsageError, match=f"{cache}/own is in {cache}, where a job could put another folder"):
+    with pytest.raises(UsageError, match=f"{cache}/own is in {cache}, where a job could put another folder") as caught:
         packages.build(daemon, JobSpec(dockerfile=str(cache / "own")))
+    (record,) = re.findall(f"; if no job can write there anymore: rm ({tmp_path}/state/.*)", caught.value.hint)
     for path in (cache, cache / "Dockerfile"):  # nodes cannot replace what is mounted
         with pytest.raises(ResourceError, match="could not build the image of the Dockerfile"):
             packages.build(daemon, JobSpec(dockerfile=str(path)))
+    os.unlink(record)
+    with pytest.raises(ResourceError, match="could not build the image of the Dockerfile"):
+        packages.build(daemon, JobSpec(dockerfile=str(cache / "own")))
+
+
+def test_a_loop_of_links_must_be_an_error_of_its_path(tmp_path):
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(UsageError, match=f"{tmp_path}/loop: Too many levels of symbolic links"):
+        writable.resolved(str(tmp_path / "loop"))
 
 
 def test_a_folder_that_a_job_could_write_must_be_known_by_another_name_too(cache):

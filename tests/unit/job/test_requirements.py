@@ -54,7 +54,7 @@ def test_a_file_must_be_read_with_the_files_that_it_includes(tmp_path):
         ("numpy\n--index-url https://me:hunter22@example.org/simple", "r.txt:2: a URL contains a password"),
         ("https://ghp_0123456789abcdefghij@example.org/a.zip", "r.txt:1: a URL contains a password"),
         ("-r r.txt\n-e .", "r.txt:2: -e installs from a local folder"),
-        ("a" * (4 << 20) + "\n", "r.txt: larger than 4 MiB, or one of more than 100 files"),
+        ("a" * (4 << 20) + "\n", "r.txt: larger than 4 MiB"),
         ("a \\\n" * 300_000 + "\n-e .", "r.txt:300002: -e installs from a local folder"),
         ("-r none.txt", "none.txt: No such file or directory"),
         ("a\n" * 10_001, "r.txt:10001: more than 10000 lines"),
@@ -78,7 +78,7 @@ def test_each_file_must_be_read_once_however_often_it_is_included(tmp_path):
 def test_files_that_include_one_another_must_be_limited(tmp_path):
     for number in range(101):
         (tmp_path / f"{number}.txt").write_text(f"-r {number + 1}.txt\n")
-    with pytest.raises(UsageError, match=r"100\.txt: larger than 4 MiB, or one of more than 100 files"):
+    with pytest.raises(UsageError, match=r"100\.txt: more than 100 files include one another"):
         requirements.read(tmp_path / "0.txt")
 
 

@@ -150,6 +150,19 @@ def test_the_commit_must_be_known_and_whether_tracked_files_are_changed(reposito
     assert source.revision(folder)() == f"{head}-dirty" and "\n+x\n" in source.changes(folder)
 
 
+def test_lines_that_git_converts_and_a_changed_mode_must_count_as_git_counts_them(repository):
+    git = ["git", "-C", str(repository)]
+    (repository / "lines.txt").write_bytes(b"a\n")
+    commit(repository)
+    subprocess.run([*git, "config", "core.autocrlf", "true"], check=True)
+    (repository / "lines.txt").write_bytes(b"a\r\n")
+    assert not source.revision(repository)().endswith("-dirty")
+    (repository / "train.py").chmod(0o755)
+    assert source.revision(repository)().endswith("-dirty")
+    subprocess.run([*git, "config", "core.filemode", "false"], check=True)
+    assert not source.revision(repository)().endswith("-dirty")
+
+
 def test_a_cache_that_cannot_be_used_and_a_missing_git_must_be_named(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("PATH", "")

@@ -52,21 +52,23 @@ def test_a_folder_must_be_emptied_except_the_nodes_sockets_and_link_targets(tmp_
 
 @pytest.mark.skipif(os.getuid() != 0, reason="must be root to mount a folder")
 def test_what_is_mounted_in_a_folder_must_stay(tmp_path):
-    mine, volume = tmp_path / "mine", tmp_path / "volume"
-    (volume / "deep").mkdir(parents=True)
-    mine.mkdir()
+    mine, volume = tmp_path / "mine", tmp_path / "deep" / "volume"
+    for folder in (mine, volume / "mount", volume / "left"):
+        folder.mkdir(parents=True)
     (mine / "file").touch()
-    (tmp_path / "alias").symlink_to(volume)
-    subprocess.run(["mount", "--bind", mine, volume / "deep"], check=True)
+    (tmp_path / "alias").symlink_to(tmp_path / "deep")
+    subprocess.run(["mount", "--bind", mine, volume / "mount"], check=True)
     try:
-        for folder in (volume, tmp_path / "alias"):
-            with pytest.raises(OSError, match=f"{volume}/deep is mounted in {folder}"):
+        wipe([str(tmp_path / "alias" / "volume")], {})  # as the image may name it
+        assert [path.name for path in volume.iterdir()] == ["mount"] and (mine / "file").exists()
+        for folder in (tmp_path / "deep", tmp_path):
+            with pytest.raises(OSError, match=f"volume/mount is mounted in {folder}"):
                 wipe([str(folder)], {})
         assert (mine / "file").exists()
-        wipe([str(volume), str(volume / "deep")], {})  # a volume in a volume
+        wipe([str(volume), str(volume / "mount")], {})  # a volume in a volume
         assert not (mine / "file").exists()
     finally:
-        subprocess.run(["umount", volume / "deep"], check=True)
+        subprocess.run(["umount", volume / "mount"], check=True)
 
 
 def test_system_v_ipc_objects_must_be_freed(ipc):

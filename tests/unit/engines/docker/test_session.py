@@ -211,7 +211,7 @@ def test_the_mounts_that_a_job_can_write_must_be_known_to_later_ones(job, networ
     (job.folder / "mine").mkdir()
     mounts = [f"{job.folder}/mine:/x:rw", f"{job.folder}:/y"]
     job.session(JobSpec(trainers=0, network=network, mounts=mounts))
-    known = {path for _, path in writable.known()}
+    known = {path for path, *_ in writable.known()}
     assert job.folder / "mine" in known and job.folder not in known
 
 

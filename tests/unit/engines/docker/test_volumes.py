@@ -27,8 +27,9 @@ def test_a_volume_around_or_in_a_mount_of_the_job_must_be_refused_since_volumes_
 ):
     answers.images, answers.volumes = {"mine:1"}, [volume]
     for job in (JobSpec(mounts=[f"{tmp_path}:{mount}:rw"]), JobSpec(mounts=[f"{tmp_path}:{mount}"])):
-        with pytest.raises(ResourceError, match=f"which conflicts with {mount} of the node"):
+        with pytest.raises(ResourceError, match=f"which conflicts with {mount} of the node") as error:
             volumes.volumes(daemon, "mine:1", job)
+        assert error.value.hint == "mount the folder elsewhere, with `mounts`"
     assert volumes.volumes(daemon, "mine:1", JobSpec(mounts=[f"{tmp_path}:{volume.replace('//', '/')}:rw"])) == []
 
 
