@@ -17,6 +17,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import unquote
@@ -24,7 +25,7 @@ from urllib.parse import unquote
 from orchestrate.console import during, print_message
 from orchestrate.errors import ResourceError, UsageError
 from orchestrate.files import private, writable
-from orchestrate.files.folder import ENTER, ROOT
+from orchestrate.files.folder import ENTER, ROOT, regular
 from orchestrate.job import redact
 from orchestrate.job.spec import JobSpec
 
@@ -34,10 +35,12 @@ COMMIT = re.compile(r"[0-9a-f]{40}(?:[0-9a-f]{24})?")  # SHA-1 or SHA-256
 READABLE = 0o022  # umask: nodes may run as another user; the cache itself is private
 FETCH_TIMEOUT = 600  # seconds
 MAX_CHANGES = 1 << 20  # bytes
+MAX_INDEX, MAX_SHARED = 256 << 20, 2  # bytes of an index, which has 10 MB for 100,000 files, and parts of a split one
 MAX_OUTPUT = 1 << 20  # bytes of git's other output
 STATUS_TIMEOUT = 5.0  # seconds; a huge repository must not delay the job
 # Only protocols that cannot run programs on this machine, no prompts, and messages in English.
 SAFE = {"GIT_ALLOW_PROTOCOL": "https:ssh:file", "GIT_TERMINAL_PROMPT": "0", "GIT_LFS_SKIP_SMUDGE": "1", "LC_ALL": "C"}
+SAFE["GIT_NO_LAZY_FETCH"] = "1"  # a repository could name a program for that
 # Variables that git sets for hooks: they would lead it to another repository, or to another repository's index.
 OF_HOOKS = {"GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_OBJECT_DIRECTORY", "GIT_COMMON_DIR", "GIT_NAMESPACE"}
 # Programs that a repository's own configuration could name are not run.
@@ -141,7 +144,8 @@ def _fetch(repository: Repository, cache: Path) -> Path:
     for left in bare.glob("*.lock"):  # by a git that was killed
         left.unlink()
     if repository.url.startswith(FILE):
-        writable.resolved(unquote(repository.url.removeprefix(FILE)))
+        # Git follows links in a repository, and reads it by its path.
+        writable.resolved(f"{unquote(repository.url.removeprefix(FILE))}/.git", fixed=True)
     _git("init", "--quiet", "--bare", str(bare))  # changes nothing if that was done
     there = f"--git-dir={bare}"
     _git(there, "fetch", "--quiet", "--depth=1", "--no-tags", "--", repository.url, repository.revision)
@@ -236,8 +240,8 @@ def _status(folder: Path) -> str:
 def _repository(folder: Path) -> Iterator[tuple[str, dict[str, str]]]:
     """Yield the commit of the repository that a folder is in, and variables for git to compare its working tree.
 
-    With them git reads its objects and its index, but no configuration: that names programs, and a job that can write
-    there could change it between two looks at it. Its working tree is the folder with `.git`, whatever the
+    With them git reads its objects and a copy of its index, but no configuration: that names programs, and a job that
+    can write there could change it between two looks at it. Its working tree is the folder with `.git`, whatever the
     configuration says. Raises OSError and ValueError if there is no such repository.
     """
     here = folder.resolve()
@@ -259,26 +263,35 @@ def _repository(folder: Path) -> Iterator[tuple[str, dict[str, str]]]:
             Path(private, name).mkdir()
         Path(private, "HEAD").write_text(f"{commit}\n")
         Path(private, "config").write_text(FORMATS[len(commit)] + settings)
+        # Git may write to the index, which a job may have replaced by a link.
+        there = Path(os.path.realpath(folder / index)).parent
+        for name in ("index", *islice((path.name for path in there.glob("sharedindex.*")), MAX_SHARED)):
+            _copy(there / name, Path(private, name))
         yield (
             commit,
             {
                 "GIT_DIR": private,
                 "GIT_WORK_TREE": str(tree),
                 "GIT_OBJECT_DIRECTORY": str(folder / objects),
-                "GIT_INDEX_FILE": str(folder / index),
                 "GIT_CONFIG_NOSYSTEM": "1",
                 "GIT_CONFIG_GLOBAL": os.devnull,
-                "GIT_OPTIONAL_LOCKS": "0",
                 "HOME": private,  # of a git before 2.32, for which its configuration is elsewhere
                 "XDG_CONFIG_HOME": private,
             },
         )
 
 
+def _copy(index: Path, copy: Path) -> None:
+    with regular(index) as file, copy.open("wb") as target:
+        if os.fstat(file.fileno()).st_size > MAX_INDEX:
+            raise ValueError("the index of the repository is too large")
+        shutil.copyfileobj(file, target)
+
+
 def _output(arguments: list[str], folder: Path, env: dict[str, str], most: int) -> bytes:
     """Return the first `most` bytes of what git prints; raises OSError if it fails or takes long."""
     command = [*LIMITED, "git", *PLAIN, *arguments]
-    env = _environment() | {"GIT_ALLOW_PROTOCOL": "none"} | env  # objects that are missing are not fetched
+    env = _environment() | {"GIT_ALLOW_PROTOCOL": "none", "GIT_NO_LAZY_FETCH": "1"} | env  # fetch no missing objects
     streams: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     with subprocess.Popen(command, cwd=folder, env=env, **streams) as git:
         limit = threading.Timer(STATUS_TIMEOUT, git.kill)

@@ -11,6 +11,7 @@ from support.commanded import create
 from support.plans import HERE, plan
 
 from orchestrate.errors import ResourceError, UsageError
+from orchestrate.files import writable
 from orchestrate.files.paths import JobPaths
 from orchestrate.job import source, store
 from orchestrate.job.layers import resolve
@@ -108,6 +109,28 @@ def test_no_program_that_a_repository_names_must_run_to_show_its_changes(reposit
             config.write(f"{name} = {tmp_path}/evil.sh\n")
     (repository / "train.py").write_text("x\n")
     assert "\n+x\n" in source.changes(repository) and not (tmp_path / "evil").exists()
+
+
+def test_the_index_of_a_repository_must_not_be_written(repository, tmp_path):
+    """A job could put a link in its place, and git would write the index to its target."""
+    (repository / ".git" / "index").rename(tmp_path / "index")
+    (repository / ".git" / "index").symlink_to(tmp_path / "index")
+    os.utime(repository / "train.py", (1, 1))  # so that git would note the new time
+    before = (tmp_path / "index").stat()
+    assert len(source.revision(repository)()) == 40 and source.changes(repository) == ""
+    assert (tmp_path / "index").stat() == before
+
+
+@pytest.mark.parametrize("linked", [".git", ".git/objects"])
+def test_a_repository_that_a_job_could_write_must_not_be_fetched(repository, tmp_path, monkeypatch, linked):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    ours = tmp_path / "mine" / "repo"
+    shutil.copytree(repository, ours)
+    shutil.rmtree(ours / linked)
+    (ours / linked).symlink_to(repository / linked)
+    writable.note([tmp_path / "mine"])
+    with pytest.raises(UsageError, match=f" {tmp_path}/mine, where a job "):
+        source.check_out(source.parsed(f"git+file://{ours}"))
 
 
 def test_a_configuration_that_changes_meanwhile_must_not_count(repository, tmp_path, monkeypatch):
