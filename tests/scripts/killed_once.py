@@ -22,8 +22,11 @@ def watch() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+watcher = threading.Thread(target=watch, daemon=True)
 if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-    threading.Thread(target=watch, daemon=True).start()
+    watcher.start()
 sys.argv = sys.argv[1:]
 sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
 runpy.run_path(sys.argv[0], run_name="__main__")
+if watcher.ident:  # the script was faster
+    watcher.join()

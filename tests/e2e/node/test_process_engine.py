@@ -289,7 +289,7 @@ with socket.socket(socket.AF_UNIX) as server:
     server.bind(name)
     server.listen()
     while True:
-        signal.pause()
+        server.accept()[0].close()  # otherwise, one of many connections would wait forever
 """
 
 
