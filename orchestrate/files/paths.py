@@ -227,7 +227,7 @@ def log(rank: int) -> str:
 
 
 def is_run(names: Iterable[str]) -> bool:
-    """Whether the names in a folder are those of a run directory, wherever it is and whoever created it."""
+    """Whether a folder with these names is a run directory, possibly of another project or user."""
     found = {*names}
     return found >= OF_ALL and not found.isdisjoint(OF_ONE)
 

@@ -40,7 +40,6 @@ MAX_OUTPUT = 1 << 20  # bytes of git's other output
 STATUS_TIMEOUT = 5.0  # seconds; a huge repository must not delay the job
 # Only protocols that cannot run programs on this machine, no prompts, and messages in English.
 SAFE = {"GIT_ALLOW_PROTOCOL": "https:ssh:file", "GIT_TERMINAL_PROMPT": "0", "GIT_LFS_SKIP_SMUDGE": "1", "LC_ALL": "C"}
-SAFE["GIT_NO_LAZY_FETCH"] = "1"  # a repository could name a program for that
 # Variables that git sets for hooks: they would lead it to another repository, or to another repository's index.
 OF_HOOKS = {"GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_OBJECT_DIRECTORY", "GIT_COMMON_DIR", "GIT_NAMESPACE"}
 # Programs that a repository's own configuration could name are not run.
@@ -190,7 +189,9 @@ def _why(output: str) -> str:
 
 
 def _environment() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name not in OF_HOOKS}
+    """Return the variables for git, which fetches no missing objects: a repository could name a program for that."""
+    kept = {name: value for name, value in os.environ.items() if name not in OF_HOOKS}
+    return kept | {"GIT_NO_LAZY_FETCH": "1"}
 
 
 def revision(folder: Path) -> Callable[[], str]:
@@ -291,7 +292,7 @@ def _copy(index: Path, copy: Path) -> None:
 def _output(arguments: list[str], folder: Path, env: dict[str, str], most: int) -> bytes:
     """Return the first `most` bytes of what git prints; raises OSError if it fails or takes long."""
     command = [*LIMITED, "git", *PLAIN, *arguments]
-    env = _environment() | {"GIT_ALLOW_PROTOCOL": "none", "GIT_NO_LAZY_FETCH": "1"} | env  # fetch no missing objects
+    env = _environment() | {"GIT_ALLOW_PROTOCOL": "none"} | env
     streams: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     with subprocess.Popen(command, cwd=folder, env=env, **streams) as git:
         limit = threading.Timer(STATUS_TIMEOUT, git.kill)

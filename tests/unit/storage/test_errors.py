@@ -260,19 +260,15 @@ def test_an_object_that_is_already_gone_must_not_fail_its_deletion(store):
     assert not list(store.list("files"))
 
 
-def test_a_prefix_with_too_many_objects_must_be_refused(store, monkeypatch):
-    monkeypatch.setattr("orchestrate.storage.base.MAX_OBJECTS", 2)
+@pytest.mark.parametrize(
+    ("limit", "most", "length", "why"),
+    [("MAX_OBJECTS", 2, 1, "holds more than 2 objects"), ("MAX_NAMES", 500, 200, "or names of more than")],
+)
+def test_a_prefix_with_too_many_objects_or_long_names_must_be_refused(store, monkeypatch, limit, most, length, why):
+    monkeypatch.setattr(f"orchestrate.storage.base.{limit}", most)
     for name in "abc":
-        store.put(f"files/{name}", b"1")
-    with pytest.raises(StorageError, match="holds more than 2 objects"):
-        list(store.list("files"))
-
-
-def test_a_prefix_whose_objects_have_long_names_must_be_refused(store, monkeypatch):
-    monkeypatch.setattr("orchestrate.storage.base.MAX_NAMES", 500)
-    for name in "abc":
-        store.put(f"files/{name * 200}", b"1")
-    with pytest.raises(StorageError, match="or names of more than"):
+        store.put(f"files/{name * length}", b"1")
+    with pytest.raises(StorageError, match=why):
         list(store.list("files"))
 
 
