@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.gangs import Gang
 from support.repo import ROOT
 from support.training import ok
 
@@ -16,8 +17,7 @@ from app.job import Job
 
 @pytest.mark.slow
 def test_every_collective_must_match_its_definition(tmp_path):
-    script = [sys.executable, "-m", "app.collectives", "--spawn", "3"]
-    done = ok(subprocess.run(script, cwd=ROOT, capture_output=True, text=True, timeout=300))
+    done = ok(Gang(tmp_path, 3, [], collectives.main).end())
     rows = dict(line.strip("| ").split(" | ") for line in done.stdout.splitlines() if line.startswith("| "))
     reductions = {f"all_reduce {name}" for name in ("SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")}
     others = {"send_recv", "broadcast", "broadcast_object_list", "scatter", "gather", "reduce", "reduce_scatter"}

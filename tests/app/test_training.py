@@ -234,8 +234,8 @@ def test_every_option_must_train(small, arguments):
 
 
 def test_resnet_must_train_on_colour_images(tmp_path, monkeypatch):
-    monkeypatch.setattr(data, "TRAIN", 64)
-    monkeypatch.setattr(data, "TEST", 32)
+    monkeypatch.setattr(data, "TRAIN", 16)
+    monkeypatch.setattr(data, "TEST", 8)
     arguments = ("--model", "resnet18", "--dataset", "colours", "--data", str(tmp_path / "d"), "--epochs", "1")
     here(monkeypatch, tmp_path / "job", *arguments, "--augment", "--optimizer", "sgd")
     assert len(losses(tmp_path / "job")) == 1

@@ -12,11 +12,11 @@ from orchestrate.job.spec import JobSpec
 from orchestrate.patience import Abandoned
 
 
-def next_line(capsys) -> str:
-    """The next line on stderr, printed by another thread."""
+def next_lines(capsys, number: int = 1) -> str:
+    """The next lines on stderr, printed by another thread; a test that did not wait would leave them to the next."""
     parts: list[str] = []
-    eventually(lambda: parts.append(capsys.readouterr().err) or "".join(parts).endswith("\n"))
-    assert "".join(parts).count("\n") == 1
+    eventually(lambda: parts.append(capsys.readouterr().err) or "".join(parts).count("\n") >= number)
+    assert "".join(parts).count("\n") == number
     return "".join(parts)
 
 
@@ -26,10 +26,10 @@ def test_each_ctrl_c_and_sigterm_must_count_but_not_a_lost_terminal(capsys):
     signal.raise_signal(signal.SIGHUP)
     assert (count(), capsys.readouterr().err) == (0, "")
     signal.raise_signal(signal.SIGINT)
-    first = next_line(capsys)
+    first = next_lines(capsys)
     assert count() == 1 and "7 s" in first
     signal.raise_signal(signal.SIGTERM)
-    assert (count(), next_line(capsys)) == (2, "killing the workers\n")
+    assert (count(), next_lines(capsys)) == (2, "killing the workers\n")
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def impatient(monkeypatch):
 
 
 @pytest.mark.parametrize("numbers", [[signal.SIGINT, signal.SIGINT], [signal.SIGTERM]])
-def test_a_command_must_give_up_waiting_for_what_does_not_respond(impatient, numbers):
+def test_a_command_must_give_up_waiting_for_what_does_not_respond(impatient, numbers, capsys):
     """After a second request, or the grace period of a SIGTERM: the engine may be frozen, for example."""
     count = signals.count(impatient)
     for number in numbers:
@@ -54,11 +54,12 @@ def test_a_command_must_give_up_waiting_for_what_does_not_respond(impatient, num
     for _ in range(2):  # also if it then waits for its own threads
         with pytest.raises(Abandoned):
             threading.Event().wait(60)
-    assert count() == 2
+    assert count() == 2 and next_lines(capsys, 2)
 
 
-def test_one_ctrl_c_must_leave_a_command_all_the_time_that_it_needs(impatient):
+def test_one_ctrl_c_must_leave_a_command_all_the_time_that_it_needs(impatient, capsys):
     before = threading.active_count()
     count = signals.count(impatient)
     signal.raise_signal(signal.SIGINT)
     assert count() == 1 and threading.active_count() == before + 1  # which prints; no other one waits to send a signal
+    assert next_lines(capsys)

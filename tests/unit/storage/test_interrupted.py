@@ -66,7 +66,7 @@ def test_a_server_that_is_killed_during_an_upload_must_get_everything_once_it_is
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("every", [2, pytest.param(1, marks=pytest.mark.exhaustive)])  # half of them have each kind
+@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.exhaustive)])  # a third of them have each kind
 def test_a_server_that_is_killed_before_any_request_must_get_everything_once_it_is_back(
     rclone, saved, elsewhere, every
 ):

@@ -137,7 +137,8 @@ def test_an_invalid_dockerignore_must_be_refused_by_path_with_a_hint(tmp_path, n
         assert error.value.hint
 
 
-@pytest.mark.parametrize("look", [ignored, pytest.param(kept, marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("look", [ignored, kept])
 def test_too_many_patterns_for_the_number_of_files_must_be_refused(tmp_path, look):
     """Without the limit, these take half a minute."""
     folder = tmp_path.joinpath(*("abcdefghijklmn"))
