@@ -28,7 +28,7 @@ def test_files_must_arrive_on_another_machine_with_their_times_and_need_not_be_c
         saved.write(f"step-{number % 7}/rank-{number}.pt", b"%d" % number)
     saved.write("step-0/.metadata", b"of torch's distributed checkpoints")
     saved.write("empty", b"")
-    saved.write("big", os.urandom(BIG))
+    saved.write("big", os.urandom(12 * MIB))  # three parts
     saved.write("a b/ü#?%&+'\n.pt", b"odd")
     os.utime(saved.path / "empty", ns=(1, 1_234_567_890_123_456_789))
     mirror = saved.copy(store)
