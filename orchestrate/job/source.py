@@ -5,27 +5,20 @@ Only the standard library and the `git` command are used. A checkout is a folder
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import fcntl
 import hashlib
 import os
 import re
 import shutil
 import subprocess
-import tempfile
-import threading
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path, PurePosixPath
-from typing import Any
 from urllib.parse import unquote
 
 from orchestrate.console import during, print_message
 from orchestrate.errors import ResourceError, UsageError
 from orchestrate.files import private, writable
-from orchestrate.files.folder import ENTER, ROOT, regular
+from orchestrate.files.folder import ENTER, ROOT
 from orchestrate.job import redact
 from orchestrate.job.spec import JobSpec
 
@@ -34,10 +27,6 @@ CACHE = "sources"  # with a folder per repository: `git`, and a checkout per com
 COMMIT = re.compile(r"[0-9a-f]{40}(?:[0-9a-f]{24})?")  # SHA-1 or SHA-256
 READABLE = 0o022  # umask: nodes may run as another user; the cache itself is private
 FETCH_TIMEOUT = 600  # seconds
-MAX_CHANGES = 1 << 20  # bytes
-MAX_INDEX, MAX_SHARED = 256 << 20, 2  # bytes of an index, which has 10 MB for 100,000 files, and parts of a split one
-MAX_OUTPUT = 1 << 20  # bytes of git's other output
-STATUS_TIMEOUT = 5.0  # seconds; a huge repository must not delay the job
 # Only protocols that cannot run programs on this machine, no prompts, and messages in English.
 SAFE = {"GIT_ALLOW_PROTOCOL": "https:ssh:file", "GIT_TERMINAL_PROMPT": "0", "GIT_LFS_SKIP_SMUDGE": "1", "LC_ALL": "C"}
 # Variables that git sets for hooks: they would lead it to another repository, or to another repository's index.
@@ -48,13 +37,6 @@ PLAIN = (
     *("-c", "safe.bareRepository=explicit"),
     *("-c", "core.packedGitLimit=512m", "-c", "core.packedGitWindowSize=32m"),
 )
-# With a limit of memory, in KiB: to compare a file of empty lines takes 26 times its size.
-LIMITED = ("sh", "-c", 'ulimit -v 2097152; exec "$@"', "sh")
-DIFF = ("diff", "--no-ext-diff", "--no-textconv")
-# Settings on which it depends whether a file is changed; none names a program.
-SETTINGS = r"^core\.(filemode|symlinks|autocrlf|eol|ignorecase)$"
-FORMATS = {40: "[core]\nrepositoryformatversion = 0\n"}  # by the length of a commit
-FORMATS[64] = "[core]\nrepositoryformatversion = 1\n[extensions]\nobjectformat = sha256\n"
 
 
 @dataclass(frozen=True)
@@ -167,7 +149,7 @@ def _git(*arguments: str) -> str:
     try:
         done = subprocess.run(
             command,
-            env=_environment() | SAFE,
+            env=environment() | SAFE,
             stdin=subprocess.DEVNULL,
             capture_output=True,
             timeout=FETCH_TIMEOUT,
@@ -188,123 +170,7 @@ def _why(output: str) -> str:
     return "; ".join(lines[max(0, last - 1) : last + 1]) or "it failed"
 
 
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
     """Return the variables for git, which fetches no missing objects: a repository could name a program for that."""
     kept = {name: value for name, value in os.environ.items() if name not in OF_HOOKS}
     return kept | {"GIT_NO_LAZY_FETCH": "1"}
-
-
-def revision(folder: Path) -> Callable[[], str]:
-    """Look up the commit of a folder in the background; the result returns it.
-
-    `-dirty` follows it if tracked files are changed; it is empty for a folder without a repository.
-    """
-    cache = private.cache(CACHE).resolve()
-    parts = folder.resolve().relative_to(cache).parts if folder.resolve().is_relative_to(cache) else ()
-    if len(parts) > 1:
-        return lambda: parts[1]
-    found: list[str] = []
-    thread = threading.Thread(target=lambda: found.append(_status(folder)), daemon=True)
-    thread.start()
-
-    def result() -> str:
-        thread.join()
-        return found[0] if found else ""
-
-    return result
-
-
-def changes(folder: Path) -> str:
-    """Return what differs in tracked files of a repository from its commit, as `git diff` prints it; at most 1 MiB.
-
-    It is empty if there is no repository or no difference, or if that cannot be found out in time.
-    """
-    try:
-        with _repository(folder) as (commit, env):
-            found = _output([*DIFF, "--no-color", "--ignore-submodules=all", commit], folder, env, MAX_CHANGES + 1)
-    except (OSError, ValueError):
-        return ""
-    text = found[:MAX_CHANGES].decode(errors="replace")
-    return text if len(found) <= MAX_CHANGES else f"{text}\n(and more)\n"
-
-
-def _status(folder: Path) -> str:
-    try:
-        with _repository(folder) as (commit, env):
-            changed = _output([*DIFF, "--name-only", "--ignore-submodules=dirty", commit], folder, env, 1)
-    except (OSError, ValueError):  # no git, or no repository
-        return ""
-    return f"{commit}-dirty" if changed else commit
-
-
-@contextlib.contextmanager
-def _repository(folder: Path) -> Iterator[tuple[str, dict[str, str]]]:
-    """Yield the commit of the repository that a folder is in, and variables for git to compare its working tree.
-
-    With them git reads its objects and a copy of its index, but no configuration: that names programs, and a job that
-    can write there could change it between two looks at it. Its working tree is the folder with `.git`, whatever the
-    configuration says. Raises OSError and ValueError if there is no such repository.
-    """
-    here = folder.resolve()
-    tree = next((path for path in (here, *here.parents) if os.path.lexists(path / ".git")), None)
-    if tree is None:
-        raise FileNotFoundError(errno.ENOENT, "no repository", str(folder))
-    env = {"GIT_WORK_TREE": str(tree)}
-    told = _output(["rev-parse", "HEAD", "--git-path", "objects", "--git-path", "index"], folder, env, MAX_OUTPUT)
-    commit, objects, index = os.fsdecode(told).splitlines()
-    if not COMMIT.fullmatch(commit):
-        raise ValueError("an unknown kind of commit")
-    settings = ""
-    with contextlib.suppress(OSError):  # there are none
-        set_there = _output(["config", "-z", "--get-regexp", SETTINGS], folder, env, MAX_OUTPUT).decode()
-        pairs = (line.partition("\n") for line in set_there.split("\0"))
-        settings = "".join(f"[core]\n{name[5:]} = {value}\n" for name, _, value in pairs if value.isalpha())
-    with tempfile.TemporaryDirectory() as private:
-        for name in ("objects", "refs"):
-            Path(private, name).mkdir()
-        Path(private, "HEAD").write_text(f"{commit}\n")
-        Path(private, "config").write_text(FORMATS[len(commit)] + settings)
-        # Git may write to the index, which a job may have replaced by a link.
-        there = Path(os.path.realpath(folder / index)).parent
-        for name in ("index", *islice((path.name for path in there.glob("sharedindex.*")), MAX_SHARED)):
-            _copy(there / name, Path(private, name))
-        yield (
-            commit,
-            {
-                "GIT_DIR": private,
-                "GIT_WORK_TREE": str(tree),
-                "GIT_OBJECT_DIRECTORY": str(folder / objects),
-                "GIT_CONFIG_NOSYSTEM": "1",
-                "GIT_CONFIG_GLOBAL": os.devnull,
-                "HOME": private,  # of a git before 2.32, for which its configuration is elsewhere
-                "XDG_CONFIG_HOME": private,
-            },
-        )
-
-
-def _copy(index: Path, copy: Path) -> None:
-    with regular(index) as file, copy.open("wb") as target:
-        if os.fstat(file.fileno()).st_size > MAX_INDEX:
-            raise ValueError("the index of the repository is too large")
-        shutil.copyfileobj(file, target)
-
-
-def _output(arguments: list[str], folder: Path, env: dict[str, str], most: int) -> bytes:
-    """Return the first `most` bytes of what git prints; raises OSError if it fails or takes long."""
-    command = [*LIMITED, "git", *PLAIN, *arguments]
-    env = _environment() | {"GIT_ALLOW_PROTOCOL": "none"} | env
-    streams: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-    with subprocess.Popen(command, cwd=folder, env=env, **streams) as git:
-        limit = threading.Timer(STATUS_TIMEOUT, git.kill)
-        limit.start()
-        try:
-            assert git.stdout
-            found: bytes = git.stdout.read(most)
-            if len(found) == most:
-                git.kill()
-            git.wait()
-        finally:
-            limit.cancel()
-    if git.returncode and len(found) < most:
-        raise OSError(errno.EIO, f"git failed, or did not finish within {STATUS_TIMEOUT:g} s")
-    return found

@@ -18,7 +18,7 @@ from orchestrate.files import folder, records
 from orchestrate.files.folder import content, write_whole
 from orchestrate.files.paths import JOB, JobPaths
 from orchestrate.files.records import Record
-from orchestrate.job import owners, recorder, report, source, strict_yaml, users
+from orchestrate.job import owners, recorder, report, strict_yaml, users, worktree
 from orchestrate.job.events import Event
 from orchestrate.job.layers import layer, resolve
 from orchestrate.job.plan import Plan, read_plan
@@ -161,7 +161,7 @@ def _read(paths: JobPaths, record: Record | None) -> tuple[JobSpec, Plan]:
 def keep_changes(spec: JobSpec, plan: Plan, paths: JobPaths) -> None:
     """Write what differs in the code folder from its Git commit, without secrets; raises OSError."""
     paths.patch.unlink(missing_ok=True)  # of an earlier generation
-    if plan.placement.revision.endswith("-dirty") and (text := source.changes(Path(plan.placement.code))):
+    if plan.placement.revision.endswith("-dirty") and (text := worktree.changes(Path(plan.placement.code))):
         write_whole(paths.patch, spec.mask()(text))
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from orchestrate.errors import ResourceError, UsageError
-from orchestrate.job import source
+from orchestrate.job import source, worktree
 from orchestrate.job.layers import resolve
 
 OPTIONS = ("--trainers", "1", "--gpus", "none")
@@ -110,7 +110,7 @@ def test_a_resumed_job_must_have_the_changes_of_the_code_that_it_runs(cli, repos
 def test_files_that_git_does_not_track_must_not_make_a_folder_dirty(repository):
     (repository / "runs").mkdir()
     (repository / "runs" / "x").touch()
-    assert source.revision(repository)() == git(repository, "rev-parse", "HEAD")
+    assert worktree.revision(repository)() == git(repository, "rev-parse", "HEAD")
 
 
 @pytest.mark.parametrize("driver", ["x", "a=b.c"])
@@ -125,8 +125,8 @@ def test_filters_that_a_repository_names_must_not_run(repository, tmp_path, driv
     git(repository, "config", "diff.external", f"touch {tmp_path}/evil")
     git(repository, "config", "diff.y.textconv", f"touch {tmp_path}/evil; cat")
     (repository / ".git" / "info" / "attributes").write_text("* diff=y\n")
-    assert source.revision(repository)() == git(repository, "rev-parse", "HEAD") + "-dirty"
-    assert "+print('changed 2')" in source.changes(repository)
+    assert worktree.revision(repository)() == git(repository, "rev-parse", "HEAD") + "-dirty"
+    assert "+print('changed 2')" in worktree.changes(repository)
     assert not (tmp_path / "evil").exists()
 
 
@@ -140,8 +140,8 @@ def test_objects_that_a_repository_leaves_out_must_not_be_fetched(repository, tm
     settings |= {"remote.x.url": "ssh://host/a", "core.sshCommand": str(repository / "evil.sh")}
     for name, value in settings.items():
         git(repository, "config", name, value)
-    source.revision(repository)()
-    assert source.changes(repository) == "" and not (tmp_path / "evil").exists()
+    worktree.revision(repository)()
+    assert worktree.changes(repository) == "" and not (tmp_path / "evil").exists()
 
 
 def test_variables_of_a_git_hook_must_not_lead_to_another_repository(repository, tmp_path, monkeypatch):
@@ -151,7 +151,7 @@ def test_variables_of_a_git_hook_must_not_lead_to_another_repository(repository,
     index = (repository / ".git" / "index").read_bytes()
     monkeypatch.setenv("GIT_INDEX_FILE", str(repository / ".git" / "index"))
     monkeypatch.setenv("GIT_DIR", str(tmp_path / "other" / ".git"))
-    assert source.revision(repository)() == commit
+    assert worktree.revision(repository)() == commit
     assert source.check_out(source.parsed(f"git+file://{repository}@v1")).is_dir()
     assert (repository / ".git" / "index").read_bytes() == index
 
@@ -191,14 +191,14 @@ def test_a_checkout_must_be_known_in_a_cache_that_is_a_link(repository, tmp_path
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "link"))
     folder = source.check_out(source.parsed(f"git+file://{repository}"))
     monkeypatch.chdir(folder / "train")
-    assert source.revision(Path.cwd())() == git(repository, "rev-parse", "HEAD")
+    assert worktree.revision(Path.cwd())() == git(repository, "rev-parse", "HEAD")
 
 
 def test_programs_that_a_repository_names_must_not_run(repository, tmp_path):
     (repository / "evil.sh").write_text(f"#!/bin/sh\ntouch {tmp_path}/evil\n")
     (repository / "evil.sh").chmod(0o755)
     git(repository, "config", "core.fsmonitor", str(repository / "evil.sh"))
-    assert source.revision(repository)() and not (tmp_path / "evil").exists()
+    assert worktree.revision(repository)() and not (tmp_path / "evil").exists()
 
 
 @pytest.mark.parametrize(

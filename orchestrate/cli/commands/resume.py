@@ -15,7 +15,7 @@ from orchestrate.engines.ports import port
 from orchestrate.errors import UsageError
 from orchestrate.files import lock, records
 from orchestrate.files.paths import JobPaths, code_folder
-from orchestrate.job import source, store, users
+from orchestrate.job import source, store, users, worktree
 from orchestrate.job.events import JobResumed
 from orchestrate.job.history import History
 from orchestrate.job.outcomes import Outcome
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     engine, name = find.engine_of(spec, last), paths.root.name
     engine.prepare(spec, paths.shared)
     inventory, placement = engine.inventory(spec, paths.shared, run_image=True)
-    placement = dataclasses.replace(placement, revision=source.revision(code_folder(spec.command))())
+    placement = dataclasses.replace(placement, revision=worktree.revision(code_folder(spec.command))())
     try:
         with lock.held(paths):
             _check(paths)  # again: another process may have resumed the job meanwhile

@@ -24,7 +24,7 @@ from orchestrate.engines.ports import port
 from orchestrate.errors import UsageError
 from orchestrate.files import lock
 from orchestrate.files.paths import PACKAGE, PROJECT, STDIN, JobPaths, code_folder
-from orchestrate.job import preload, source, store
+from orchestrate.job import preload, store, worktree
 from orchestrate.job.plan import Inventory, Placement, plan
 from orchestrate.job.spec import APP, JobSpec
 from orchestrate.supervise import launch, stores
@@ -59,7 +59,7 @@ def start(args: argparse.Namespace, dry: bool) -> int:
     began = args.clock.monotonic()
     spec = request.spec_of(args)
     preload.start(spec, code_folder(spec.command))  # while the engine's modules are imported
-    revision = source.revision(code_folder(spec.command))
+    revision = worktree.revision(code_folder(spec.command))
     engine = choice.select_engine(spec)
     job_id = store.new_id(spec)
     paths = JobPaths(args.runs / job_id)
