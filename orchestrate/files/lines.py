@@ -38,7 +38,11 @@ class Lines:
             self.skip(file, most)
 
     def new(self, file: BinaryIO, most: float = float("inf")) -> Iterator[bytes]:
-        """Yield the lines since the last call, without line breaks, from about `most` bytes of the file."""
+        """Yield the lines since the last call, without line breaks, from about `most` bytes of the file.
+
+        What is written meanwhile is left to the next call: it could go on forever.
+        """
+        most = min(most, os.fstat(file.fileno()).st_size - self.offset)
         while most > 0:
             self.offset, chunk = data(file, self.offset, int(min(CHUNK, most)))
             if not chunk:

@@ -143,9 +143,8 @@ class Plan:
         hosted = self.workers[0].env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         return self.placement.network in ("", "host") and not (hosted and self.master_addr == "127.0.0.1")
 
-    def to_json(self) -> str:
-        """The plan as JSON, for `plan.json`, without the values of secrets."""
-        hide = Mask(self.workers[0].env, self.secrets)
+    def to_json(self, hide: Mask) -> str:
+        """The plan as JSON, for `plan.json`, without the values of secrets, which `hide` also hides in the command."""
         values = typed.encode(self) | {"command": list(map(hide, self.command))}
         for worker in values["workers"]:
             worker["env"] = redacted(worker["env"], self.secrets)

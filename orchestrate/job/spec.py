@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from orchestrate.job import inputs, values
-from orchestrate.job.redact import Mask
+from orchestrate.job.redact import Mask, redacted
 
 APP = ("-m", "app.train", "--resume", "auto")
 IMAGE = "orchestrate-node:0.1"
@@ -274,11 +274,13 @@ class JobSpec:
         contents = {f"{name} as a file": content for name, content in self.contents.items()}
         return Mask(self.env | contents, {*self.secrets, *contents})
 
-    def to_yaml(self) -> str:
-        """The job as a job file that resolves to this spec."""
+    def to_yaml(self, hide: Mask | None = None) -> str:
+        """The job as a job file that resolves to this spec; with `hide`, without its secrets, which YAML may escape."""
         fields = {key: getattr(self, key) for key in FIELDS}
-        lists = {key: list(value) for key, value in fields.items() if isinstance(value, tuple)}
-        return yaml.safe_dump(fields | lists, sort_keys=False)
+        fields |= {key: list(value) for key, value in fields.items() if isinstance(value, tuple)}
+        if hide:
+            fields = hide.inside(fields | {"env": redacted(self.env, self.secrets)})
+        return yaml.safe_dump(fields, sort_keys=False)
 
 
 def _options(hyperparameters: Mapping[str, Any]) -> Iterator[str]:

@@ -57,7 +57,7 @@ def create(spec: JobSpec, plan: Plan, paths: JobPaths) -> None:
         else:
             paths.create(cluster, owner, hidden, plan.placement.has_work)
         records.write(paths.spec, dataclasses.replace(spec, env=redacted(spec.env, spec.secrets)).to_yaml())
-        keep(paths, plan)
+        keep(paths, plan, spec)
     except BaseException as error:  # including Ctrl-C
         for path in () if theirs else (paths.folder.path, paths.root):  # on a cluster, the former is not in the latter
             with contextlib.suppress(OSError):
@@ -114,9 +114,9 @@ def remove(paths: JobPaths) -> None:
     records.forget(paths.root)
 
 
-def keep(paths: JobPaths, plan: Plan) -> None:
+def keep(paths: JobPaths, plan: Plan, spec: JobSpec) -> None:
     """Save the plan of the newest generation."""
-    records.write(paths.plan, plan.to_json() + "\n")
+    records.write(paths.plan, plan.to_json(spec.mask()) + "\n")
 
 
 def load(paths: JobPaths) -> tuple[JobSpec, Plan]:

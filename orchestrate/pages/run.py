@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import re
 import shlex
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -35,6 +36,7 @@ FEW = 10  # points in metrics.jsonl; of curves with fewer, the log may have more
 LOG = re.compile(r"rank-([0-9]{1,7})\.log")
 MAX_RANKS = 8  # logs that are searched for metrics, if rank 0 has printed none
 MAX_LOG = 4 << 20  # first bytes of a log that are searched for metrics
+MAX_SECONDS = 2.0  # of CPU time for the logs of a job: a line of three bytes can take ten microseconds
 LOST = {
     STARTING: "starting nodes and workers",
     RESTARTING: "restarting",
@@ -203,12 +205,14 @@ def _printed(paths: JobPaths, mask: Mask, reader: Reader) -> Iterator[dict[str, 
     """Yield the metrics in a log: in lines, and those that change in the states of a progress bar.
 
     That is the log of rank 0, or, if the job has no patterns of its own, of the first of some ranks that has any.
+    Of logs that take long to search, only the beginning is searched.
     """
+    end = time.thread_time() + MAX_SECONDS
     names = (LOG.fullmatch(name) for name, _ in paths.folder.entries(LOGS))
     ranks = sorted(int(name[1]) for name in names if name)
     for rank in dict.fromkeys([*ranks[:1], *ranks[-1:], *ranks[:MAX_RANKS]]):
         some, epochs, last = False, Epochs(), dict[str, float]()
-        for found in _found(paths, rank, mask, reader):
+        for found in _found(paths, rank, mask, reader, end):
             some = True
             step = epochs.step(found) if found.bar else found.step
             fresh = {name: value for name, value in found.metrics.items() if not found.bar or last.get(name) != value}
@@ -218,11 +222,13 @@ def _printed(paths: JobPaths, mask: Mask, reader: Reader) -> Iterator[dict[str, 
             return
 
 
-def _found(paths: JobPaths, rank: int, mask: Mask, reader: Reader) -> Iterator[Printed]:
+def _found(paths: JobPaths, rank: int, mask: Mask, reader: Reader, end: float) -> Iterator[Printed]:
     with contextlib.suppress(OSError), paths.folder.open(log(rank)) as file:
         read = Lines()
         for line in [*read.new(file, MAX_LOG), read.rest()]:
             for state in mask(line.decode(errors="replace")).split("\r"):
+                if time.thread_time() > end:
+                    return
                 if found := reader.parse(state[-MAX_LINE:]):
                     yield found
 

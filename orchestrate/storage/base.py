@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
@@ -11,7 +12,7 @@ from orchestrate.errors import StorageError
 PART = 5 << 20  # bytes of a part of an upload: the least that S3 accepts, so that little memory is used
 MAX_OBJECTS = 1_000_000  # that are listed; more are not the copy of a job
 MAX_LEVELS = 64  # folders around an object that is listed
-MAX_NAMES = 256 << 20  # characters of their names and versions
+MAX_NAMES = 256 << 20  # bytes that their names and versions take in memory
 VARIABLES = {
     "s3": "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION and AWS_ENDPOINT_URL"
     ' (from a profile: eval "$(aws configure export-credentials --format env)")',
@@ -69,9 +70,9 @@ class Store(ABC):
         """Yield all objects in a folder, in no order; raises StorageError if these are too many."""
         size = 0
         for count, version in enumerate(self.all(below), 1):
-            size += len(version.key) + len(version.tag)
+            size += sys.getsizeof(version.key) + sys.getsizeof(version.tag)
             if count > MAX_OBJECTS or size > MAX_NAMES:
-                what = f"{MAX_OBJECTS:,} objects, or names of more than {MAX_NAMES >> 20} million characters"
+                what = f"{MAX_OBJECTS:,} objects, or names of more than {MAX_NAMES >> 20} MiB"
                 raise StorageError(f"{self.url} holds more than {what}", "use an empty prefix")
             yield version
 

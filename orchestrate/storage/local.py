@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import sys
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -15,7 +16,7 @@ from urllib.parse import quote, unquote
 
 from orchestrate.errors import StorageConflict, StorageError
 from orchestrate.files.folder import ROOT
-from orchestrate.storage.base import MAX_LEVELS, MAX_OBJECTS, VARIABLES, Store, Version
+from orchestrate.storage.base import MAX_LEVELS, MAX_NAMES, MAX_OBJECTS, VARIABLES, Store, Version
 from orchestrate.storage.parallel import interruptible
 from orchestrate.storage.scan import is_sparse
 
@@ -90,7 +91,7 @@ class Local(Store):
                     os.unlink(part, dir_fd=folder)
 
     def _files(self, below: str) -> Iterator[Version]:
-        pending, entries_left = [below], 2 * MAX_OBJECTS
+        pending, entries_left, names_left = [below], 2 * MAX_OBJECTS, MAX_NAMES
         while pending:
             here = pending.pop()
             with contextlib.ExitStack() as stack:
@@ -99,7 +100,9 @@ class Local(Store):
                 for entry in stack.enter_context(os.scandir(folder)):
                     key = f"{here}/{entry.name}" if here else entry.name
                     entries_left -= 1
-                    if entries_left < 0:
+                    if entry.is_dir(follow_symlinks=False):
+                        names_left -= sys.getsizeof(key)
+                    if entries_left < 0 or names_left < 0:
                         raise StorageError(f"{self.url} holds too many folders", "use an empty prefix")
                     if len(key) > MAX_KEY:
                         continue

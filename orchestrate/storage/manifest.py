@@ -14,7 +14,7 @@ import logging
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import PurePosixPath
+from itertools import pairwise
 from typing import Annotated, Any
 
 from orchestrate.errors import StorageError
@@ -29,15 +29,15 @@ log = logging.getLogger(__name__)
 
 VERSION = 1
 FILES, MANIFESTS = "files", "manifests"
-MAX_MANIFEST = 64 << 20  # bytes; enough for MAX_FILES paths of usual length
+MAX_MANIFEST = 64 << 20  # bytes in memory; enough for MAX_FILES paths of usual length
 MAX_VALUES = 20 * MAX_FILES  # texts, commas and opening brackets in a manifest; each file has fourteen
 MAX_TRIED = 10  # manifests; a copy has two
 MAX_NAME = 255  # bytes of a file's name, as on Linux; characters of the name of a job or process
 MAX_SHOWN = 150  # characters of each name in a key: with the digest, a folder can store it, and 1,024 bytes in S3
 MAX_KEY = 600  # characters of the path in a key
 MAX_LENGTH = len(FILES) + MAX_KEY + 80  # of a key
-NUMBER = re.compile(rf"{MANIFESTS}/(\d{{12}})\.json")
-OBJECT = re.compile(rf"{FILES}/.+=sha256-[0-9a-f]{{64}}")
+NUMBER = re.compile(rf"{MANIFESTS}/([0-9]{{12}})\.json")
+OBJECT = re.compile(rf"{FILES}/[A-Za-z0-9._=/-]+=sha256-[0-9a-f]{{64}}")
 
 
 class Damaged(StorageError):
@@ -59,8 +59,9 @@ def _path(value: Any) -> str:
 
 
 def _name(value: Any) -> str:
-    """Text that is short enough to be displayed."""
-    return "" if isinstance(value, str) and len(value) <= MAX_NAME else " must be a short text"
+    """Text that can be displayed in a line."""
+    right = isinstance(value, str) and len(value) <= MAX_NAME and value.isprintable()
+    return "" if right else " must be a short text that can be printed"
 
 
 def _digest(value: Any) -> str:
@@ -122,6 +123,11 @@ def key_of(path: str, sha256: str) -> str:
     """
     names = (re.sub(r"[^A-Za-z0-9._-]", lambda odd: _escaped(odd[0]), name)[:MAX_SHOWN] for name in path.split("/"))
     return f"{FILES}/{'/'.join(names)[:MAX_KEY].rstrip('/')}=sha256-{sha256}"
+
+
+def fits(text: bytes) -> bool:
+    """Whether a manifest's texts take at most `MAX_MANIFEST`: an escaped character may make each take four times it."""
+    return len(text) * (4 if b"\\u" in text else 1) <= MAX_MANIFEST
 
 
 def manifest_key(sequence: int) -> str:
@@ -197,8 +203,8 @@ def intact(store: Store, there: Contents, problems: list[Damaged]) -> Iterator[M
 
 
 def _decoded(text: bytes, sequence: int) -> Manifest:
-    if not text.isascii():  # other text takes four times its size
-        raise ValueError("it is not ASCII")
+    if not text.isascii() or not fits(text):
+        raise ValueError("it is too large, or not ASCII")
     if checks.has_more_values(text, MAX_VALUES):
         raise ValueError("it has too many values")
     stored = json.loads(text)
@@ -211,8 +217,10 @@ def _decoded(text: bytes, sequence: int) -> Manifest:
         raise ValueError(f"it names more than {MAX_FILES:,} files")
     manifest = decode(fields, Manifest)
     paths = {entry.path for entry in manifest.files}
-    folders = {str(parent) for path in paths for parent in PurePosixPath(path).parents}
-    if manifest.sequence != sequence or len(paths) < len(manifest.files) or paths & folders:
+    # Sorted so that a folder comes just before what is in it. All folders of all paths would take far more memory.
+    ordered = sorted(path.replace("/", "\0") for path in paths)
+    nested = any(after.startswith(f"{before}\0") for before, after in pairwise(ordered))
+    if manifest.sequence != sequence or len(paths) < len(manifest.files) or nested:
         raise ValueError("its number is wrong, or paths exclude each other")
     if any(entry.key != key_of(entry.path, entry.sha256) for entry in manifest.files):
         raise ValueError("a key does not match its file")

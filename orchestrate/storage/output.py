@@ -13,20 +13,30 @@ from orchestrate.storage.content import Content
 from orchestrate.storage.parallel import each
 from orchestrate.storage.scan import Facts, scan
 
+RECORD = "orchestrate"  # folder in the output with the report, the events and other files of the run directory
 MAX_FAILURES = 10  # files that the store refuses until the others are not tried
+
+
+class Refused(StorageError):
+    """The store refuses more files than one would try again."""
 
 
 def upload(store: Store, folder: Folder, prefix: str, done: set[str], stopped: Callable[[], bool]) -> dict[str, str]:
     """Copy the files of a folder, which nothing writes anymore, to keys `prefix/PATH`; return what is skipped, and why.
 
     Adds the paths that are copied to `done`, and leaves out those that are in it, so that a call can continue another.
-    Raises StorageError once the other files are copied, OSError, and Stopped soon after `stopped()`.
+    Raises StorageError once the other files are copied, Refused at once, OSError, and Stopped soon after `stopped()`.
     """
     found = scan(folder, "")
     found.files.pop(FENCE, None)
-    for path in [path for path in found.files if not path.isprintable()]:  # no key of a store may contain it
+    for path in [*found.files]:
+        if not path.isprintable():  # no key of a store may contain it
+            found.skipped[shown(path)] = "its name has characters that cannot be printed"
+        elif path.partition("/")[0] == RECORD:
+            found.skipped[path] = "its name is that of the record of the job"
+        else:
+            continue
         del found.files[path]
-        found.skipped[shown(path)] = "its name has characters that cannot be printed"
     refused: list[StorageError] = []
 
     def take(path: str) -> None:
@@ -38,7 +48,7 @@ def upload(store: Store, folder: Folder, prefix: str, done: set[str], stopped: C
         except StorageError as error:
             refused.append(error)
             if len(refused) > MAX_FAILURES:
-                raise
+                raise Refused(str(error), error.hint) from None
         else:
             done.add(path)
 

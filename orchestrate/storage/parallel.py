@@ -54,6 +54,11 @@ def interruptible(function: Callable[P, T], *arguments: P.args, **options: P.kwa
     """
     if threading.current_thread() is not threading.main_thread():
         return function(*arguments, **options)
+    return started(function, *arguments, **options).result()
+
+
+def started(function: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> Future[T]:
+    """Call a function in a thread that does not keep the process from exiting; return its future result."""
     done: Future[T] = Future()
 
     def run() -> None:
@@ -63,4 +68,4 @@ def interruptible(function: Callable[P, T], *arguments: P.args, **options: P.kwa
             done.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()
-    return done.result()
+    return done

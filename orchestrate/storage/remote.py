@@ -8,6 +8,7 @@ import os
 import re
 import threading
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, wait
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 from urllib.parse import SplitResult, urlsplit
@@ -15,7 +16,7 @@ from urllib.parse import SplitResult, urlsplit
 from orchestrate.errors import ResourceError, StorageError, StorageLost, UsageError
 from orchestrate.job.redact import Mask
 from orchestrate.storage.base import PART, VARIABLES, Store, Version
-from orchestrate.storage.parallel import interruptible
+from orchestrate.storage.parallel import interruptible, started
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 MAX_PARTS = 9_000  # of one upload; S3 accepts 10,000, so the parts of a large file are larger
 PARTS_AT_ONCE = 4  # parts of one file that are in memory and on their way
 REQUEST_TIMEOUT = timedelta(minutes=5)  # of a part or a small file: a slow uplink must be able to send it
+LIST_TIMEOUT = 120.0  # seconds until the next thousand objects, of which pages may have none
 READ_TIMEOUT = timedelta(minutes=1)  # without a byte of an answer
 DOWNLOAD_TIMEOUT = timedelta(days=7)  # of a whole file of any size; READ_TIMEOUT detects a server that is gone
 # Few retries here: the callers retry too, can be stopped while they wait, and report the error.
@@ -43,6 +45,7 @@ class Remote(Store):
     def __init__(self, url: str, writer: ObjectStore, reader: ObjectStore) -> None:
         super().__init__(url)
         self._writer, self._reader, self._turn = writer, reader, threading.Lock()
+        self._lost: Future[Any] | None = None  # a page of a list that has not come in time
 
     def put(self, key: str, data: bytes) -> None:
         """Store a small object."""
@@ -90,10 +93,20 @@ class Remote(Store):
 
         with self._errors(below):
             listed = iter(obstore.list(self._reader, below, chunk_size=1000))
-            while (found := interruptible(next, listed, None)) is not None:
+            while (found := self._listed(listed)) is not None:
                 for each in found:
                     tag = f"{each['size']} {each['e_tag']} {each['last_modified']}"
                     yield Version(each["path"], each["size"], tag)
+
+    def _listed(self, pages: Iterator[Any]) -> Any:
+        """The next objects, or None; raises StorageLost if a server answers forever without any."""
+        if self._lost and not self._lost.done():
+            raise StorageLost(f"{self.url} still has not been listed", LOST_HINT)
+        page = started(next, pages, None)
+        if not wait([page], LIST_TIMEOUT).done:
+            self._lost = page  # it cannot be ended, and no second one must run
+            raise StorageLost(f"{self.url} was not listed within {LIST_TIMEOUT:g} s", LOST_HINT)
+        return page.result()
 
     def delete(self, keys: Iterable[str]) -> None:
         """Delete objects."""
@@ -184,4 +197,4 @@ def explained(url: str, key: str, text: str) -> StorageError:
 def _safe(text: str) -> str:
     """A part of a message without queries and passwords of URLs, and without secrets of the environment."""
     text = re.sub(r"\?\S*|//[^/@\s]*@", "…", text.removeprefix("Generic ").strip().rstrip("."))
-    return Mask(os.environ)(text)[:300]
+    return " ".join(Mask(os.environ)(text)[:300].split())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import sys
 from dataclasses import dataclass, field
 
 from orchestrate.errors import StorageError
@@ -13,6 +14,7 @@ from orchestrate.node.checks import shown
 from orchestrate.node.trees import hidden
 
 MAX_FILES = 100_000  # entries of a tree: its manifest is then about 40 MB
+MAX_NAMES = 32 << 20  # bytes that the paths of a tree take in memory
 MAX_PATH = 4000  # bytes of a path, so that it can be fetched into another folder: Linux opens up to 4,095
 MAX_SIZE = 256 << 30  # bytes of a file: its parts, of which several are in memory, take up to 30 MB
 HOLLOW = 1 << 30  # bytes from which on a file must not be sparse: a job can make one of any size, in no time
@@ -48,7 +50,7 @@ def scan(folder: Folder, below: str) -> Scan:
 
     Raises OSError for a folder that cannot be read, StorageError for too many files: a part must not look complete.
     """
-    found, pending, left = Scan(), [""], MAX_FILES
+    found, pending, left, names = Scan(), [""], MAX_FILES, 0
     while pending:
         here = pending.pop()
         try:
@@ -57,8 +59,13 @@ def scan(folder: Folder, below: str) -> Scan:
                     left -= 1
                     if left < 0:
                         raise StorageError(f"{below} has more than {MAX_FILES:,} files, which are too many to copy")
-                    if not hidden(entry.name):
-                        _take(entry, here + entry.name, found, pending)
+                    if hidden(entry.name):
+                        continue
+                    path = here + entry.name
+                    names += sys.getsizeof(path)  # four times the number of characters, if one of them is an emoji
+                    if names > MAX_NAMES:
+                        raise StorageError(f"{below} has file names of more than {MAX_NAMES >> 20} MiB")
+                    _take(entry, path, found, pending)
         except OSError as error:
             if error.errno not in GONE:
                 raise OSError(error.errno, error.strerror, f"{below}/{here}") from error

@@ -158,7 +158,7 @@ def supervise(
                 output.event(event)
 
             def save_plan(plan: Plan) -> None:
-                store.keep(paths, plan)
+                store.keep(paths, plan, spec)
                 output.printing.planned(plan)
                 output.in_turn(partial(shown.screen.planned, plan))
 

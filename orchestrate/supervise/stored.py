@@ -17,7 +17,7 @@ from orchestrate.job.spec import JobSpec
 from orchestrate.storage.content import Changed, Unreadable
 from orchestrate.storage.fetch import restore
 from orchestrate.storage.mirror import Mirror, State
-from orchestrate.storage.output import upload
+from orchestrate.storage.output import RECORD, Refused, upload
 from orchestrate.storage.parallel import Stopped
 from orchestrate.storage.store import open_store
 from orchestrate.supervise.stores import Stores
@@ -25,7 +25,6 @@ from orchestrate.supervise.stores import Stores
 NO_PROGRESS = 120.0  # seconds without progress at the end of a job until copying is given up
 RETRY_INTERVAL = 2.0  # seconds until a failed copy of output is tried again
 POLL_INTERVAL = 0.05  # seconds
-RECORD = "orchestrate"  # folder in the output with report.json, events.jsonl, job.yaml and plan.json
 
 
 @dataclass
@@ -81,7 +80,9 @@ class Stored(Stores):
             store, paths, hide = open_store(self.spec.output), self.paths, self.spec.mask()
             files = (paths.report, paths.page, paths.events, paths.spec, paths.plan, paths.patch)
             for path in filter(Path.exists, files):
-                text = hide(path.read_bytes().decode(errors="surrogateescape"))  # job.yaml has the command as it is
+                text = hide(path.read_bytes().decode(errors="surrogateescape"))
+                if path == paths.spec:  # it has the command as it is; YAML may escape and fold a secret
+                    text = self.spec.to_yaml(hide)
                 store.put(f"{paths.root.name}/{RECORD}/{path.name}", text.encode(errors="surrogateescape"))
 
     def _warn(self, text: str) -> None:
@@ -125,7 +126,7 @@ class Stored(Stores):
                     break
                 except Stopped:
                     break
-                except StorageConflict as failure:
+                except (StorageConflict, Refused) as failure:
                     error = failure
                     break
                 except (StorageError, OSError, Changed, Unreadable) as failure:

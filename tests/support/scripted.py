@@ -7,6 +7,7 @@ from orchestrate.job.events import to_line
 from orchestrate.job.outcomes import JobResult, WorkerExit
 from orchestrate.job.plan import Plan
 from orchestrate.job.recorder import Recorder
+from orchestrate.job.redact import Mask
 from orchestrate.job.spec import JobSpec
 from orchestrate.supervise.job_files import JobFiles
 from orchestrate.supervise.supervisor import Supervisor
@@ -102,7 +103,7 @@ class Job:
             emit.close()
 
     def write_plan(self, plan: Plan) -> None:
-        self.paths.plan.write_text(plan.to_json())
+        self.paths.plan.write_text(plan.to_json(Mask({})))
 
     def causes(self) -> list[tuple[int, str]]:
         return [(end.cause.rank, end.cause.cause) for end in self.supervisor.history.ended if end.cause]

@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
             number = ended[-1].generation + 1 if ended else 0
             wanted = plan(spec, inventory, placement, name, port(placement.network, number), number)
             records.reopen(paths.root, secrets.token_bytes(32))
-            store.keep(paths, wanted)
+            store.keep(paths, wanted, spec)
             store.keep_changes(spec, wanted, paths)
             record(JobResumed())
             record.close()

@@ -79,7 +79,7 @@ def start(args: argparse.Namespace, dry: bool) -> int:
     if not job_plan.placement.keep:  # otherwise said before its nodes were started
         cluster.warn_of_crowd(job_plan)
     if dry:
-        out(job_plan.to_json() if getattr(args, "json", False) else job_plan)
+        out(job_plan.to_json(spec.mask()) if getattr(args, "json", False) else job_plan)
         return errors.SUCCEEDED
     watch.style_of(args, job_plan)  # before there is a job: its options may be wrong
     stops = signals.count(spec) if not args.detach else lambda: 0

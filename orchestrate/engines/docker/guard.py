@@ -141,22 +141,33 @@ def blocked(info: dict[str, Any], node: Container) -> list[Pattern]:
     found = [_pattern(network) for network in (*METADATA, *NEIGHBOURS)]
     for pool in info.get("DefaultAddressPools") or POOLS:
         found += _gateways(pool["Base"], pool["Size"])
-    for one in (*addresses(PROC / "net"), *_neighbours(node)):
-        if not any(one.version == value.version and int(one) & int(mask) == int(value) for value, mask in found):
-            found.append(_pattern(str(one)))
+    for one in map(_pattern, (*addresses(PROC / "net"), *map(str, _neighbours(node)))):
+        if not any(_is_within(one, other) for other in found):
+            found.append(one)
     return sorted(found, key=str)
 
 
-def addresses(net: Path) -> list[Address]:
-    """Return this machine's addresses and broadcast addresses from `/proc/net`; empty if it does not exist."""
-    found: list[Address] = []
+def _is_within(one: Pattern, other: Pattern) -> bool:
+    """Whether all addresses of a pattern are those of another."""
+    (address, fixed), (value, mask) = one, other
+    same = address.version == value.version and int(address) & int(mask) == int(value)
+    return same and int(fixed) & int(mask) == int(mask)
+
+
+def addresses(net: Path) -> list[str]:
+    """Return this machine's addresses, networks and broadcast addresses from `/proc/net`; empty if it does not exist.
+
+    A whole network is the machine's if `ip route add local` says so.
+    """
+    found: list[str] = []
     with contextlib.suppress(OSError):
-        text = (net / "fib_trie").read_text()
-        found += map(IPv4Address, re.findall(r"\|-- (\S+)\n\s+/32 (?:host LOCAL|link BROADCAST)", text))
+        text = (net / "fib_trie").read_text().partition("\nId ")[0]  # without tables that rules select
+        for address, routes in re.findall(r"\|-- (\S+)\n((?: +/.*\n?)+)", text):
+            found += [address + length for length in re.findall(r"(/\d+) (?:host LOCAL|link BROADCAST)", routes)]
     with contextlib.suppress(OSError):
         lines = (net / "if_inet6").read_text().splitlines()
-        found += [IPv6Address(bytes.fromhex(line.split()[0])) for line in lines]
-    return [one for one in found if not one.is_loopback]
+        found += [str(IPv6Address(bytes.fromhex(line.split()[0]))) for line in lines]
+    return [one for one in found if not ip_network(one).is_loopback]
 
 
 def marked(pid: int, mark: int) -> bool:

@@ -184,6 +184,7 @@ class SwarmJob:
     def _secret(self) -> tuple[str, str]:
         """Return the id and name of the job's secret, which is created if it does not exist."""
         name = f"{self.project}-node"
-        found = self.client.secrets.list(filters={"name": name})
+        listed = self.client.secrets.list(filters={"name": name})  # all names that begin with it
+        found = [one for one in listed if one.name == name]
         made = found[0].attrs if found else self.api.create_secret(name, service_spec.program(), self.labels)
         return str(made["ID"]), name

@@ -9,6 +9,7 @@ import json
 import pytest
 from support.commanded import create
 from support.leaks import CANARY, ENV, leaks
+from support.plans import HERE, plan
 from support.repo import ROOT
 from support.scripted import ALL_WELL, KILLED
 
@@ -17,6 +18,7 @@ from orchestrate.cli.parser import EXPORTS
 from orchestrate.errors import EngineError
 from orchestrate.files import records
 from orchestrate.files.paths import JobPaths
+from orchestrate.job import store
 from orchestrate.job.recorder import objects
 from orchestrate.job.redact import HIDDEN
 from orchestrate.job.spec import JobSpec
@@ -76,6 +78,15 @@ def test_an_export_must_require_a_secret_that_the_job_file_names(do, tmp_path, t
     assert main(["export", target, str(job)]) == 0
     out = do.capsys.readouterr().out
     assert "PHRASE" in out and CANARY not in out
+    job.write_text(dataclasses.replace(SPEC, command=(*SPEC.command, f"--token={CANARY}-1")).to_yaml())
+    assert main(["export", target, str(job)]) == 2
+    assert "error: a command with a secret cannot be exported" in do.capsys.readouterr().err
+
+
+def test_a_plan_must_have_no_content_of_a_secret_file(paths):
+    spec = dataclasses.replace(SPEC, command=("a.py", 'pass"é-1234'), contents={"DB": 'pass"é-1234'})
+    store.keep(paths, plan(spec, HERE, "a-1"), spec)
+    assert json.loads(paths.plan.read_text())["command"] == ["a.py", HIDDEN]
 
 
 @pytest.mark.parametrize(
@@ -102,8 +113,8 @@ def test_a_second_supervisor_must_start_workers_with_the_secrets(do, printing, t
     assert json.loads(paths.plan.read_text())["command"] == [*SPEC.command, f"--token={HIDDEN}"]
     assert do("attach", "b-1")[0] == 0
     assert len(printing.plans) == 2 and started == [command, command]
-    for plan in printing.plans:
-        assert all(worker.env.items() >= ENV.items() for worker in plan.workers)
+    for made in printing.plans:
+        assert all(worker.env.items() >= ENV.items() for worker in made.workers)
 
 
 def test_our_own_keywords_must_be_readable_even_if_a_secret_equals_them(do, printing, tmp_path):

@@ -90,7 +90,7 @@ def test_curves_of_a_running_job_must_go_on_from_the_step_that_it_repeats(site, 
     metrics = running.shared / "metrics.jsonl"
     metrics.write_text("".join(f'{{"step": {step}, "loss": {step}}}\n' for step in range(1, 100)))
     assert 'aria-label="loss, last value 99' in site.get("/jobs/a-1/").text
-    store.keep(running, dataclasses.replace(store.look(running)[1], generation=1))
+    store.keep(running, dataclasses.replace(store.look(running)[1], generation=1), store.look(running)[0])
     noted(running, GenerationStarting(1, ("master", "trainer-1", "trainer-2"), 3, 29501), WorkersStarted())
     site.server.site.watches.clear()  # as another server, which reads the curves at once
     with metrics.open("a") as file:
@@ -201,7 +201,7 @@ def test_a_job_that_is_resumed_must_be_shown_as_running_again(site, tmp_path):
     supervise(paths, Whole([[WorkerExit(0, 1)]]))
     page = site.get("/jobs/a-1/").text
     assert "Root cause" in page and "<strong>running" not in page
-    store.keep(paths, plan(dataclasses.replace(spec, trainers=0), HERE, "a-1", 29500, generation=1))
+    store.keep(paths, plan(dataclasses.replace(spec, trainers=0), HERE, "a-1", 29500, generation=1), spec)
     paths.report.unlink()  # as `resume` does
     with supervised(paths.root):
         page = site.get("/jobs/a-1/").text

@@ -119,7 +119,7 @@ def test_attach_must_show_the_nodes_of_a_new_generation_by_name(do, paths):
     nodes = ("master", "trainer-1", "trainer-3")
 
     def restart() -> None:
-        store.keep(paths, plan(SPEC, HERE, "a-1", generation=1, nodes=nodes))
+        store.keep(paths, plan(SPEC, HERE, "a-1", generation=1, nodes=nodes), SPEC)
         noted(paths, GenerationStarting(1, nodes, 3, 29501))
         paths.log(2).write_text("hello\n")
         end(paths)
@@ -156,7 +156,7 @@ def test_a_job_that_is_followed_must_be_shown_from_its_start_and_each_event_once
     paths.usage_asked.symlink_to("nowhere")  # it cannot be asked for
     following = Following(paths, spec, launch.rest(paths, spec, planned), Kept(), Style())
     assert [*following.turn()] == []
-    store.keep(paths, dataclasses.replace(planned, generation=1))
+    store.keep(paths, dataclasses.replace(planned, generation=1), spec)
     noted(paths, GenerationStarting(1, planned.nodes, 3, 29501), WorkersStarted())
     assert [*following.turn()] == []
     assert seen == [NodesStarting, 1, GenerationStarting, WorkersStarted]

@@ -289,6 +289,14 @@ def test_a_read_must_stop_at_its_limit(tmp_path, monkeypatch):
         assert len(list(read.new(file))) == 7
 
 
+def test_a_read_must_end_although_the_file_grows(tmp_path):
+    (tmp_path / "log").write_bytes(b"one\ntwo\n")
+    read = lines.Lines()
+    with (tmp_path / "log").open("rb") as file, (tmp_path / "log").open("ab", buffering=0) as log:
+        assert [(line, log.write(b"more\n")) for line in read.new(file)] == [(b"one", 5), (b"two", 5)]
+        assert [*read.new(file)] == [b"more", b"more"]
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="finding holes needs Linux")
 def test_a_hole_in_a_file_must_not_be_read(tmp_path):
     sparse(tmp_path / "log")

@@ -10,6 +10,7 @@ from orchestrate.job import gpus
 from orchestrate.job.cores import PCI, near, shares_near
 from orchestrate.job.gpus import Gpu, Offer, offer, read, trouble_of, why_none
 from orchestrate.job.plan import read_plan
+from orchestrate.job.redact import Mask
 from orchestrate.job.spec import JobSpec
 
 # As nvidia-smi 580 prints them, shortened: two GPUs, the second in MIG mode with two instances.
@@ -305,7 +306,7 @@ def test_a_pinned_plan_must_use_the_cores_near_the_gpus_and_be_read_as_it_was_wr
     site = HERE.but(gpus=("GPU-0", "GPU-1"), gpu_cores=((4, 5, 6, 7), (0, 1, 2, 3)))
     planned = plan(JobSpec(trainers=1, pin=True), site, "a-1")
     assert [worker.cores for worker in planned.workers] == [(4, 5, 6, 7), (0, 1, 2, 3)]
-    assert read_plan(planned.to_json(), {}) == planned
+    assert read_plan(planned.to_json(Mask({})), {}) == planned
     spec = JobSpec(trainers=0, nproc_per_node=1, pin=True, command=("x.py",))
     (alone,) = plan(spec, site.but(gpu_cores=()), "a-1").workers
     assert alone.cores == (0, 1, 2, 3, 4, 5, 6, 7)

@@ -11,6 +11,7 @@ from orchestrate.files.paths import JobPaths
 from orchestrate.job.layers import resolve
 from orchestrate.job.limits import limits, parse_size
 from orchestrate.job.plan import read_plan
+from orchestrate.job.redact import Mask
 from orchestrate.job.spec import JobSpec
 from orchestrate.job.users import nodes_of
 
@@ -99,7 +100,7 @@ def test_the_limits_of_a_clusters_nodes_must_not_depend_on_the_job(tmp_path):
 
 def test_limits_must_be_read_as_they_were_written():
     planned = plan(JobSpec(memory="4g"), MACHINE.but(hosts=2, sharing=9), "a-1")
-    assert read_plan(planned.to_json(), {}) == planned
+    assert read_plan(planned.to_json(Mask({})), {}) == planned
 
 
 @pytest.mark.parametrize("memory", ["unlimited", "4g", None])

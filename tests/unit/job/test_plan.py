@@ -8,6 +8,7 @@ from support.plans import HERE, plan, with_gpus
 
 from orchestrate.errors import ResourceError
 from orchestrate.job.plan import in_order, may_use_torch, names, read_plan
+from orchestrate.job.redact import Mask
 from orchestrate.job.spec import JobSpec
 from orchestrate.node.ranks import assign, gpu_ids
 
@@ -52,7 +53,7 @@ def test_a_pinned_worker_must_have_its_own_cores():
     planned = plan(JobSpec(trainers=2, pin=True), HERE, "a-1")
     assert [line.split("cpu, ")[1] for line in str(planned).splitlines()[2:]] == ["cores 0,1", "cores 2,3", "cores 4,5"]
     assert [worker.env["WORKER_CORES"] for worker in planned.workers] == ["0,1", "2,3", "4,5"]
-    assert read_plan(planned.to_json(), {}) == planned
+    assert read_plan(planned.to_json(Mask({})), {}) == planned
     planned = plan(JobSpec(trainers=1, nproc_per_node=2, pin=True), HERE, "a-1")
     assert [worker.cores for worker in planned.workers] == [(0, 1), (2, 3), (4, 5), (6, 7)]
     every = plan(JobSpec(trainers=7, pin=True), HERE, "a-1")  # as many workers as there are cores
@@ -234,18 +235,18 @@ def test_a_plan_must_contain_only_the_gpus_that_have_a_worker():
 
 def test_a_plan_must_be_read_as_it_was_written():
     planned = plan(JobSpec(trainers=1), with_gpus(4), "a-1", generation=2)
-    assert read_plan(planned.to_json(), {}) == planned
+    assert read_plan(planned.to_json(Mask({})), {}) == planned
     site = HERE.but(preload=("torch", "numpy"), code="/code", cluster="box-77aa")
     planned = plan(JobSpec(command=("x.py", "a b"), hyperparameters={"lr": "0.1"}, pin=True), site, "a-1")
     assert planned.command == ("x.py", "a b", "--lr", "0.1")
-    assert read_plan(planned.to_json(), {}) == planned
+    assert read_plan(planned.to_json(Mask({})), {}) == planned
 
 
 def test_a_plan_must_be_written_without_secrets_and_be_read_with_the_secrets_of_the_job():
     env = {"HF_TOKEN": "canary", "URL": "https://me:canary@host", "A": "b", "PHRASE": "canaries"}
     spec = JobSpec(trainers=1, env=env, secrets={"PHRASE": "variable"}, command=("x.py", "canaries"))
     planned = plan(spec, HERE, "a-1")
-    text = planned.to_json()
+    text = planned.to_json(spec.mask())
     assert "canar" not in text and '"A": "b"' in text and '"HF_TOKEN": "***"' in text
     assert read_plan(text, spec.env) == replace(planned, command=("x.py", "***"))
 
@@ -317,7 +318,7 @@ def test_gpus_with_mig_instances_must_count_as_their_instances():
 
 def forged(nodes: int, nproc: int, node: str = "", **more) -> str:
     """A plan of `nodes` nodes with `nproc` workers each, whose workers claim to be on `node`, if it is given."""
-    values = json.loads(plan(JobSpec(trainers=1), HERE, "j").to_json())
+    values = json.loads(plan(JobSpec(trainers=1), HERE, "j").to_json(Mask({})))
     names = ["master", *(f"trainer-{number}" for number in range(1, nodes))][:nodes]
     places = enumerate(name for name in names for _ in range(nproc))
     workers = [values["workers"][0] | {"rank": rank, "node": node or name, "env": {}} for rank, name in places]
@@ -370,7 +371,7 @@ def test_a_plan_whose_workers_are_not_on_the_nodes_of_their_ranks_must_be_refuse
 
 @pytest.mark.parametrize("wrong", ["\ud800", "a\0b"], ids=ascii)
 def test_a_plan_with_text_that_cannot_be_passed_to_a_process_must_be_refused(wrong):
-    values = json.loads(plan(JobSpec(trainers=1), HERE, "j").to_json())
+    values = json.loads(plan(JobSpec(trainers=1), HERE, "j").to_json(Mask({})))
     with pytest.raises(ValueError, match="its command has text that cannot be passed to a process"):
         read_plan(json.dumps(values | {"command": ["x.py", wrong]}), {})
     for env in ({wrong: "a"}, {"A": wrong}, {"": "a"}, {"A=B": "a"}):

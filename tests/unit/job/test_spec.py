@@ -3,6 +3,7 @@
 import re
 
 import pytest
+import yaml
 from support.job_values import BAD, GOOD
 from support.odd_text import odd
 
@@ -158,6 +159,15 @@ def test_a_generated_job_file_must_resolve_to_the_same_job(tmp_path):
     for one in (spec, other, alone, JobSpec()):
         path.write_text(one.to_yaml())
         assert resolve(read_file(path)) == one
+
+
+@pytest.mark.parametrize("secret", ["péché-ABCDEFG", "it's a: quoted #1", "folded " * 20, "two\nlines\n"])
+def test_a_job_file_that_is_published_must_not_have_secrets_in_any_form(secret):
+    """YAML may escape, quote or fold text."""
+    spec = JobSpec(env={"DB_PASSWORD": secret}, command=("t.py", "--password", secret), labels={"a": f"x{secret}"})
+    text = spec.to_yaml(spec.mask())
+    found = yaml.safe_load(text)
+    assert (found["command"], found["labels"]) == (["t.py", "--password", "***"], {"a": "x***"}), text
 
 
 def test_set_must_accept_every_key():

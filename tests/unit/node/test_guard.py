@@ -230,6 +230,12 @@ Local:
         /32 link BROADCAST
      |-- 172.20.0.1
         /32 host LOCAL
+     |-- 10.77.77.0
+        /24 host LOCAL
+        /32 link BROADCAST
+Id 100:
+     |-- 0.0.0.0
+        /0 host LOCAL
 """
 IF6 = """fd000000000000000000000000000002 04 40 00 82     eth0
 fe8000000000000000fc00fffe000001 04 40 20 80     eth0
@@ -288,6 +294,7 @@ def is_blocked(address: str, **info: object) -> bool:
         "172.17.0.1",
         "172.31.255.255",
         "192.168.16.1",
+        "10.77.77.5",
     ],
 )
 def test_this_machine_and_the_metadata_service_must_be_blocked(proc, address):

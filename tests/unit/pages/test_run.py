@@ -39,7 +39,7 @@ def test_settings_command_and_machine_must_be_those_of_the_job_without_secrets(t
     }
     plan = store.look(paths)[1]
     inventory = dataclasses.replace(plan.inventory, memory=8 << 30)
-    store.keep(paths, dataclasses.replace(plan, gpus=("GPU-a", "GPU-b"), inventory=inventory))
+    store.keep(paths, dataclasses.replace(plan, gpus=("GPU-a", "GPU-b"), inventory=inventory), spec)
     paths.patch.write_text("+x\n")
     assert load(paths).machine == "Docker Engine 26.1.5, 8 cores, 2 GPUs, 8 GiB of memory"
     assert (found.patched, load(paths).patched) == (False, True)
@@ -126,6 +126,13 @@ def test_curves_of_metrics_jsonl_must_be_preferred_to_as_many_points_in_the_outp
     assert curves_of(paths, SPEC, 1)[1:] == ({"***": [(1, 2), (2, 1)]}, "order in metrics.jsonl")
     (paths.shared / "metrics.jsonl").write_text('{"step": 4, "acc": 2}\n{"step": 9, "acc": 1}\n')
     assert curves_of(paths, SPEC, 1)[1:] == ({"acc": [(4, 2), (9, 1)]}, "step")
+
+
+def test_logs_that_take_long_to_search_must_be_searched_only_in_part(paths, monkeypatch):
+    paths.log(0).write_text("{'loss': 2}\n{'loss': 1}\n" + "{1}\r" * 100)
+    assert curves_of(paths, JobSpec(), 1)[1:] == ({"loss": [(1, 2), (2, 1)]}, "order in the log")
+    monkeypatch.setattr("orchestrate.pages.run.MAX_SECONDS", 0.0)
+    assert curves_of(paths, JobSpec(), 1)[1] == {}
 
 
 def test_rows_that_take_a_byte_or_two_must_not_all_be_parsed(paths, monkeypatch):

@@ -187,6 +187,20 @@ def test_too_many_files_must_be_refused_rather_than_copied_in_part(store, saved,
     assert newest(store) is None
 
 
+@pytest.mark.parametrize("last", [10, 3], ids=["of files", "of folders"])
+def test_names_that_would_take_too_much_memory_must_be_refused(store, saved, monkeypatch, last):
+    """With a single emoji, each character takes four bytes."""
+    monkeypatch.setattr(scans, "MAX_NAMES", 10_000)
+    for number in range(3):
+        saved.write(f"{'a' * 200}/{number}", b"")
+    saved.copy(store)
+    for number in range(last):
+        (saved.path / ("a" * 200 + "\N{PARTY POPPER}") / ("b" * 200) / ("c" * 200) / str(number)).mkdir(parents=True)
+    saved.write("\N{PARTY POPPER}" + "d" * 60 + "/" + "e" * 200, b"")
+    with pytest.raises(StorageError, match="checkpoints has file names of more than"):
+        saved.copy(store)
+
+
 def test_files_that_would_take_a_store_too_much_must_be_reported(store, saved):
     for name, size in (("huge", (256 << 30) + 1), ("sparse", (1 << 30) + 1), ("small", 1)):
         os.truncate(saved.write(name, b""), size)

@@ -7,6 +7,7 @@ import tracemalloc
 import pytest
 from support.object_stores import fetched
 
+from orchestrate.errors import StorageError
 from orchestrate.storage import manifest as manifests
 from orchestrate.storage.fetch import never, restore
 from orchestrate.storage.manifest import Damaged, contents, intact, key_of, manifest_key, newest
@@ -136,6 +137,38 @@ def test_a_long_text_must_take_little_memory_before_it_is_refused(store):
     _, most = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert most < 32 << 20
+
+
+def test_long_paths_must_take_little_memory(store):
+    """All folders of all paths would take a hundred times as much."""
+    folders = "\N{PARTY POPPER}/" + "/".join(f"{'f' * 100}" for _ in range(30))
+    files = [entry(f"{folders}/{number}") for number in range(100)]
+    place(store, *files)
+    size = sum(len(one["path"]) for one in files)
+    tracemalloc.start()
+    assert len(manifests.read(store, 1).files) == 100
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 30 * size
+
+
+def test_a_manifest_with_escaped_text_must_be_a_quarter_as_large(store, saved, elsewhere, monkeypatch):
+    monkeypatch.setattr(manifests, "MAX_MANIFEST", 3000)
+    saved.write("a" * 200 + "/" + "b" * 200, b"1")
+    saved.copy(store)
+    saved.write("\N{PARTY POPPER}", b"1")
+    with pytest.raises(StorageError, match="has too many files with long paths to copy"):
+        saved.copy(store)
+    assert len(fetched(store, elsewhere)) == 1
+    place(store, entry("a"), entry("\N{PARTY POPPER}" * 40), number=2)
+    with pytest.raises(Damaged, match="it is too large"):
+        manifests.read(store, 2)
+
+
+def test_only_digits_and_names_of_ascii_must_count(store):
+    store.put("manifests/00000000000\N{ARABIC-INDIC DIGIT NINE}.json", b"")
+    store.put(f"files/\N{PARTY POPPER}=sha256-{'0' * 64}", b"")
+    assert contents(store) == manifests.Contents(set(), {})
 
 
 def test_keys_that_are_too_long_must_not_be_kept_in_memory(store):

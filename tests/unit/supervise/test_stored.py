@@ -94,6 +94,16 @@ def test_a_store_that_refuses_every_file_must_not_be_asked_for_all_of_them(tmp_p
     assert least <= len(asked) < least + AT_ONCE
 
 
+def test_a_job_must_not_write_where_its_record_is_published(tmp_path):
+    copies = Copies(tmp_path, output=True)
+    for path in ("report.html/x", "changes.patch", "events.jsonl"):
+        copies.job.write(f"../orchestrate/{path}", b"forged")
+    (copied,) = copies.end()
+    assert [why for path in ("report.html/x", "changes.patch") for why in copied.skipped if path in why]
+    copies.stored.publish()
+    assert not [path for path in (tmp_path / "output").rglob("*") if path.is_file() and path.read_bytes() == b"forged"]
+
+
 @pytest.mark.parametrize(("files", "asks"), [({"large": 3 << 20}, 2), ({"a": 0, "b": 0}, 1)])
 def test_copying_of_output_must_be_stopped_within_a_file_and_before_the_next(tmp_path, files, asks):
     job, asked = Saved(tmp_path / "run"), iter(range(asks))
@@ -323,3 +333,15 @@ def test_a_copy_of_output_must_not_be_given_up_while_it_makes_progress(tmp_path)
     (tmp_path / "output" / "run" / "checkpoints" / "b").mkdir(parents=True)  # in the way of a file
     (copied,) = copies.end()
     assert copied.files == 4 and copied.error and copies.emit.seconds() > 4 * 60.0 + NO_PROGRESS - 1
+
+
+def test_copying_must_end_at_once_if_a_store_refuses_many_files(tmp_path):
+    """Again and again a few others would be copied beside those that come first, for hours."""
+    copies = Copies(tmp_path, output=True, clock=Clock())
+    for number in range(MAX_FAILURES + 1):
+        copies.job.write(f"a{number}", b"content")
+        (tmp_path / "output" / "run" / "checkpoints" / f"a{number}").mkdir(parents=True)
+    for number in range(1000):
+        copies.job.write(f"b{number}", b"content")
+    (copied,) = copies.end()
+    assert copied.error and copied.files < 1000 and copies.emit.seconds() < RETRY_INTERVAL

@@ -176,6 +176,13 @@ def test_a_relay_must_be_reused_only_if_it_is_running(stub, managed, status, kep
     assert len([one for one in stub.containers if one["Name"] == "/j-relay"]) == 1
 
 
+def test_a_secret_whose_name_only_begins_with_that_of_the_job_must_not_be_used(stub, managed):
+    stub.secrets.append({"ID": "another", "Spec": {"Name": "j-node-1-node", "Labels": {}}})
+    scale(managed, "master", 1)
+    (used,) = stub.services[0]["Spec"]["TaskTemplate"]["ContainerSpec"]["Secrets"]
+    assert used["SecretName"] == "j-node" and used["SecretID"] != "another"
+
+
 def test_a_service_must_use_the_local_image_and_have_the_labels_of_the_job(stub, managed):
     scale(managed, "trainer", 2)
     scale(managed, "master", 1)
