@@ -19,6 +19,7 @@ from typing import TypeAlias
 from orchestrate.errors import EngineError
 from orchestrate.files.folder import ROOT, Folder, allows, allows_reading, walk_in
 from orchestrate.files.paths import is_run
+from orchestrate.node import trees
 
 MAX_FILE = 64 << 20  # bytes of a file that is copied
 MAX_BYTES, MAX_FILES = 512 << 20, 10_000  # bytes and files that are copied; either takes half a second
@@ -134,8 +135,7 @@ class Copy:
                 if _is_copy(existing, facts(status)):  # by an earlier process
                     self.copied[path] = facts(status)
                 return True
-            with contextlib.suppress(FileNotFoundError):  # of an earlier process, or a worker's
-                os.unlink(PART, dir_fd=there)
+            trees.remove(there, PART)  # of an earlier process, or a worker's
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
             copy = os.open(PART, flags, 0o600, dir_fd=there)
             try:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hmac
+import io
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,13 +23,12 @@ from orchestrate.job.events import VERSION, Event, JobEnded, JobResumed, Supervi
 E = TypeVar("E", bound=Event)
 
 
-def objects(lines: Iterable[bytes]) -> list[dict[str, Any]]:
+def objects(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
     """Parse the JSON objects in lines; anything else, such as the partial line of a killed process, is skipped."""
-    found = []
     for line in lines:
-        with contextlib.suppress(ValueError, RecursionError):
-            found.append(json.loads(line))
-    return [value for value in found if isinstance(value, dict)]
+        if line.lstrip()[:1] == b"{":  # an error for each of many other lines takes long
+            with contextlib.suppress(ValueError, RecursionError):
+                yield json.loads(line)
 
 
 def read(content: bytes, key: bytes | None = b"") -> tuple[list[Event], str]:
@@ -38,7 +38,7 @@ def read(content: bytes, key: bytes | None = b"") -> tuple[list[Event], str]:
     Raises ValueError for an event that is damaged or was not written with the key in this order, and for a file of a
     newer version.
     """
-    lines = [line for line in objects(content.splitlines()) if isinstance(line.get("event"), str)]
+    lines = (line for line in objects(io.BytesIO(content)) if isinstance(line.get("event"), str))
     found, last = [], ""
     for count, line in enumerate(lines, 1):
         mac, last = line.pop("mac", ""), _mac(key or b"", last, line)

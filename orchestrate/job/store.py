@@ -24,8 +24,10 @@ from orchestrate.job.layers import layer, resolve
 from orchestrate.job.plan import Plan, read_plan
 from orchestrate.job.redact import redacted, secret_names
 from orchestrate.job.spec import APP, JobSpec
+from orchestrate.node import checks
 from orchestrate.node.trees import clear
 
+MAX_VALUES, LARGE = 1_000_000, 1 << 20  # values in a report that is large: characters
 FILE = "file:"  # before the name of a secret that is a file, in the record
 
 
@@ -185,7 +187,10 @@ def history(paths: JobPaths) -> list[Event]:
 def ended(paths: JobPaths) -> dict[str, Any] | None:
     """The report of a job that has ended, or None; for a job of this account, only the one written at its end."""
     try:
-        data = json.loads(text := content(paths.report))
+        text = content(paths.report)
+        if len(text) > LARGE and checks.has_more_values(text.encode(errors="replace"), MAX_VALUES):
+            return None
+        data = json.loads(text)
     except (OSError, ValueError, RecursionError):
         return None
     record = records.find(paths.root)

@@ -8,9 +8,11 @@ import os
 import stat
 import sys
 from collections.abc import Collection, Iterator
+from itertools import islice
 from typing import BinaryIO
 
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+BATCH = 1000  # names of a folder that are in memory: a job can create millions
 
 
 def hidden(name: str) -> bool:
@@ -93,10 +95,17 @@ def clear(folder: str, keep: Collection[str] = ()) -> list[str]:
     Raises OSError if it is not a folder, or cannot be read.
     """
     top = _folder(folder, None)
+    kept, left = {*keep}, list[str]()
     try:
-        with os.scandir(top) as entries:
-            names = [entry.name for entry in entries if entry.name not in keep]
-        return [path for name in names for path in remove(top, name)]
+        while True:
+            with os.scandir(top) as entries:
+                names = [*islice((entry.name for entry in entries if entry.name not in kept), BATCH)]
+            for name in names:
+                if found := remove(top, name):
+                    kept.add(name)
+                    left += found
+            if len(names) < BATCH:
+                return left
     finally:
         os.close(top)
 

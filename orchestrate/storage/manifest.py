@@ -126,8 +126,9 @@ def key_of(path: str, sha256: str) -> str:
 
 
 def fits(text: bytes) -> bool:
-    """Whether a manifest's texts take at most `MAX_MANIFEST`: an escaped character may make each take four times it."""
-    return len(text) * (4 if b"\\u" in text else 1) <= MAX_MANIFEST
+    """Whether a manifest's texts take at most `MAX_MANIFEST`: with one emoji, each character of a text takes four."""
+    width = 4 if re.search(rb"\\u[dD]", text) else 2 if re.search(rb"\\u(?!00)", text) else 1
+    return len(text) * width <= MAX_MANIFEST
 
 
 def manifest_key(sequence: int) -> str:

@@ -109,7 +109,7 @@ def _higher(plan: Plan, path: str) -> str:
 
 
 def _data(path: str) -> str:
-    return f"--data data={path} makes it available at $DATA_DATA"
+    return f"--data {shlex.quote(f'data={path}')} makes it available at $DATA_DATA"
 
 
 def _holds(folder: Path, name: str) -> bool:

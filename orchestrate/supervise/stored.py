@@ -96,7 +96,7 @@ class Stored(Stores):
         mirror.finish()
         while not mirror.finished and self.stops() == stops and clock.monotonic() - moved < NO_PROGRESS:
             state = mirror.state
-            if (state.read, state.pending_files) != (before.read, before.pending_files):
+            if (state.read, state.files) != (before.read, before.files):  # each round begins with all files pending
                 before, moved = state, clock.monotonic()
             phase(f"copying checkpoints to {mirror.store.url}: {state.pending_bytes >> 20} MiB left")
             clock.sleep(POLL_INTERVAL)

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import os
 import shutil
+import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -24,6 +25,7 @@ from orchestrate.job.folders import data_folders
 from orchestrate.job.limits import format_bytes
 from orchestrate.job.plan import pluralize
 
+MAX_NAMES = 32 << 20  # bytes that paths of folders take in memory
 CACHES = ("data", "environments", "sources")
 
 
@@ -98,12 +100,13 @@ def _used() -> dict[Path, str]:
 
 
 def _size(folder: Path) -> int:
-    """Return the bytes that a folder takes on its disk."""
-    size, pending = 0, [str(folder)]
+    """Return the bytes that a folder takes on its disk, of a part of it if the paths of its folders are too long."""
+    size, names, pending = 0, 0, [str(folder)]
     while pending:
         with contextlib.suppress(OSError), os.scandir(pending.pop()) as entries:  # it was removed meanwhile
             for entry in entries:
                 size += entry.stat(follow_symlinks=False).st_blocks * 512
-                if entry.is_dir(follow_symlinks=False):
+                if entry.is_dir(follow_symlinks=False) and names < MAX_NAMES:
+                    names += sys.getsizeof(entry.path)
                     pending.append(entry.path)
     return size

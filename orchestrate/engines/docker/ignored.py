@@ -18,6 +18,7 @@ from orchestrate.files.folder import regular
 
 NAME = ".dockerignore"
 MAX_FILE, MAX_PATTERNS = 64 << 10, 1000  # bytes; number of patterns
+MAX_CLASSES = 1000  # characters of a name with brackets: a translation looks for the end of each
 MAX_STEPS = 5_000_000  # comparisons of a pattern with a name, about 1 µs each
 ANY = "**"  # any number of folders
 WILDCARDS = set("*?[\\")  # characters with a special meaning in a pattern
@@ -203,6 +204,8 @@ def _part(name: str) -> re.Pattern[str] | None:
         return None
     if ANY in name.rstrip("*"):
         raise ValueError(f"** within {ascii(name[:60])}")
+    if "[" in name and len(name) > MAX_CLASSES:
+        raise ValueError(f"brackets in a name of more than {MAX_CLASSES} characters")
     if "[!" in name:  # literal in Docker, but [^ in most other programs
         raise ValueError(f"[! in {ascii(name[:60])}")
     if re.search(r"\[[^]]*\\", name):

@@ -221,9 +221,10 @@ def test_a_copy_must_not_follow_what_workers_have_put_in_its_place(tree, tmp_pat
     assert (tree.work / "file").read_text() == "no folder"
 
 
-def test_a_pipe_in_place_of_an_unfinished_file_must_not_block_a_copy(tree):
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_nothing_in_place_of_an_unfinished_file_must_prevent_or_block_a_copy(tree, make):
     tree.write("a")
-    os.mkfifo(tree.work / work.PART)
+    make(tree.work / work.PART)
     copying = threading.Thread(target=tree.copy, daemon=True)
     copying.start()
     copying.join(30)

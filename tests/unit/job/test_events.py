@@ -29,7 +29,7 @@ def path(tmp_path):
 
 def kept(path) -> list[dict]:
     """The events in the file."""
-    return objects(path.read_bytes().splitlines())
+    return [*objects(path.read_bytes().splitlines())]
 
 
 def test_an_event_must_be_written_kept_in_memory_and_shown_at_once(path, clock):
@@ -133,7 +133,7 @@ def test_lines_that_are_not_events_must_be_ignored(path):
         + "\n"
     )
     assert [events.name(type(event)) for event in Recorder(path).events] == ["engine_back"]
-    assert objects([b'{"a": 1}', b"7", b"\xff", b'{"b": 2}']) == [{"a": 1}, {"b": 2}]
+    assert [*objects([b'{"a": 1}', b"7", b"\xff", b'{"b": 2}'])] == [{"a": 1}, {"b": 2}]
 
 
 # --- authentication

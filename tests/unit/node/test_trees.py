@@ -17,7 +17,7 @@ from support.agents import WITHOUT_CAPABILITIES
 from support.repo import ROOT
 from support.uploads import packed, put, text
 
-from orchestrate.node import ranks
+from orchestrate.node import ranks, trees
 from orchestrate.node.files import PIECE, Files
 from orchestrate.node.ranks import fence
 from orchestrate.node.trees import clear, opened, replace, walk
@@ -323,3 +323,13 @@ def test_only_regular_files_must_be_opened(tmp_path):
             opened(str(tmp_path / "fifo"), flags)
     assert len(os.listdir("/proc/self/fd")) <= before
     assert clear(str(tmp_path)) == []
+
+
+def test_a_folder_with_many_names_must_be_emptied_in_parts(tmp_path, monkeypatch):
+    """A job can create millions of empty files with long names."""
+    monkeypatch.setattr(trees, "BATCH", 3)
+    for number in range(10):
+        (tmp_path / str(number)).mkdir()
+        (tmp_path / str(number) / "file").touch()
+    assert clear(str(tmp_path), keep=["1", "4", "8", "9"]) == []
+    assert sorted(os.listdir(tmp_path)) == ["1", "4", "8", "9"]

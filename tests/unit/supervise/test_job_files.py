@@ -86,6 +86,15 @@ def test_the_highest_step_must_be_read_as_the_metrics_file_grows(files):
     assert files.step() == 12
 
 
+def test_metrics_that_take_long_to_read_must_be_read_in_several_calls(files, monkeypatch):
+    """Meanwhile, no one handles a request to stop."""
+    files.paths.metrics.write_bytes(b"{}\n" * 100_000 + b'{"step": 7}\n' + b"\n" * 100_000 + b'{"step": 8}\n')
+    monkeypatch.setattr("orchestrate.supervise.job_files.MAX_SECONDS", 0.0)
+    assert files.step() == 0
+    monkeypatch.undo()
+    assert files.step() == 8
+
+
 def test_a_line_of_metrics_that_is_too_long_must_be_ignored(files):
     files.paths.metrics.write_text('{"step": 1}\n' + '{"step": 2}'.ljust(metrics.MAX_LINE + 1) + '\n{"step": 0}\n')
     assert files.step() == 1 and files.metrics() == [{"step": 0}]

@@ -281,7 +281,7 @@ def test_a_finished_job_must_have_a_report_and_events(paths):
     assert store.ended(paths) == data
     assert (data["outcome"], data["generations"], data["final_metrics"]) == ("succeeded", 2, {"step": 4, "loss": 0.5})
     assert data["checkpoints"] == [str(paths.checkpoints / name / "state.pt") for name in sorted(names)]
-    events = objects(paths.events.read_bytes().splitlines())
+    events = [*objects(paths.events.read_bytes().splitlines())]
     assert (events[0]["event"], events[0]["job_id"]) == ("supervisor_started", "a-1")
     ended = events[-1]
     assert (ended["event"], ended["outcome"], ended["reason"]) == ("job_ended", "succeeded", "finished")
@@ -341,7 +341,7 @@ def test_a_job_that_cannot_start_must_write_a_report_and_raise(paths):
         supervise(paths, engine)
     ended = not_none(store.ended(paths))
     assert (ended["outcome"], ended["reason"]) == ("failed", "could not start: no such node")
-    assert objects(paths.events.read_bytes().splitlines())[-1]["event"] == "job_ended"
+    assert [*objects(paths.events.read_bytes().splitlines())][-1]["event"] == "job_ended"
 
 
 def test_a_failure_to_write_the_report_must_not_hide_the_outcome(paths):

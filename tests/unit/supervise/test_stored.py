@@ -267,6 +267,24 @@ def test_a_copy_of_checkpoints_must_be_given_up_only_after_two_minutes_without_p
     assert copied.error == error and phases[0].endswith(": 5 MiB left") and phases[-1] == ""
 
 
+def test_files_that_are_tried_again_and_again_must_not_count_as_progress(tmp_path):
+    class Failing(Mirror):
+        """Begins with all files in each round, and copies none."""
+
+        @property
+        def state(self) -> State:
+            return State(pending_files=int(copies.emit.seconds() * 7) % 5, error="away")
+
+        @property
+        def finished(self) -> bool:
+            return copies.emit.seconds() > 10 * NO_PROGRESS
+
+    copies = Copies(tmp_path, clock=Clock())
+    copies.stored.mirror = Failing(open_store(f"file://{tmp_path}/store"), copies.job.folder, "checkpoints", "j")
+    (copied,) = copies.end()
+    assert copied.error == "away" and copies.emit.seconds() == pytest.approx(NO_PROGRESS, abs=0.2)
+
+
 def test_a_request_to_stop_must_end_a_copy_of_output_that_has_begun(tmp_path):
     copies, requests = Copies(tmp_path, output=True), itertools.chain([0, 0], itertools.repeat(1))
     copies.stored.stops = lambda: next(requests)

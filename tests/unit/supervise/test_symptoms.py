@@ -172,6 +172,7 @@ def test_a_missing_file_must_be_looked_for_where_it_can_be(tmp_path):
         "../data/x.csv is outside of the folder that nodes see: --data data=../data makes it available at $DATA_DATA; "
         "or cd .., and run --chdir proj"
     )
+    assert ": --data 'data=../$(id);x' makes" in hint("../$(id);x/..")
     assert hint("here.csv").startswith("here.csv is in your folder, but not in the nodes' copy of it")
     assert hint("none.csv") == f"there is no none.csv in {code}"
     there = str(tmp_path / "data" / "x.csv")

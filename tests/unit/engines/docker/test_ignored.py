@@ -137,6 +137,12 @@ def test_an_invalid_dockerignore_must_be_refused_by_path_with_a_hint(tmp_path, n
         assert error.value.hint
 
 
+def test_a_name_with_endless_brackets_must_be_refused(tmp_path):
+    (tmp_path / ".dockerignore").write_text("[" * 60_000)
+    with pytest.raises(UsageError, match="brackets in a name of more than 1000 characters"):
+        list(ignored(tmp_path))
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("look", [ignored, kept])
 def test_too_many_patterns_for_the_number_of_files_must_be_refused(tmp_path, look):
