@@ -123,7 +123,7 @@ def test_our_own_keywords_must_be_readable_even_if_a_secret_equals_them(do, prin
     paths = create(JobPaths(tmp_path / "b-1"), spec)
     assert do("attach", "b-1")[0] == 0
     assert json.loads(paths.report.read_text())["outcome"] == "succeeded"
-    events = objects(paths.events.read_bytes().splitlines())
+    events = [*objects(paths.events.read_bytes().splitlines())]
     assert [event["outcome"] for event in events if event["event"] == "generation_ended"] == ["failed", "succeeded"]
     assert {event["engine"] for event in events if event["event"] == "nodes_starting"} == {"docker"}
     assert "trainer-1" in [event["node"] for event in events if event["event"] == "worker_ended"]
