@@ -102,9 +102,11 @@ def do(runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
 
 
 @pytest.fixture
-def paths(tmp_path: Path) -> JobPaths:
+def paths(tmp_path: Path) -> Iterator[JobPaths]:
     """The files of a job that is about to start."""
-    return create(JobPaths(tmp_path / "a-1"))
+    made = create(JobPaths(tmp_path / "a-1"))
+    yield made
+    records.forget(made.root)  # a later test's folder can have the inode of this one, and would be taken for it
 
 
 def end(paths: JobPaths, outcome: str = "succeeded", reason: str = "finished") -> None:
