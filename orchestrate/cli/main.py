@@ -8,7 +8,6 @@ import os
 
 from orchestrate import console, errors
 from orchestrate.cli.arguments import parse
-from orchestrate.cli.find import resolve_runs
 from orchestrate.cli.options import module, quiet
 from orchestrate.cli.table import COMMANDS
 from orchestrate.clock import SYSTEM, Clock
@@ -71,6 +70,8 @@ def _dispatch(args: argparse.Namespace) -> int:
     except FileNotFoundError:
         raise UsageError("the current folder no longer exists", "cd to an existing folder") from None
     if "runs" in args:
+        from orchestrate.cli.find import resolve_runs  # with what a job is: --help needs none of it
+
         resolve_runs(args)
     if args.script is not None and not COMMANDS[args.command].script:
         raise UsageError(f"{args.command} does not take a script", f"python -m orchestrate {args.command} --help")

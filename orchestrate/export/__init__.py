@@ -98,7 +98,7 @@ def _check(spec: JobSpec) -> None:
         raise UsageError("data and mounts are for this machine only", hint)
     if spec.source.startswith(GIT):
         raise UsageError("a source in a Git repository cannot be exported", "check it out, and use its folder")
-    if any(spec.mask()(word) != word for word in spec.command_line):
+    if [*map(spec.mask(), spec.command_line)] != [*spec.command_line]:
         raise UsageError("a command with a secret cannot be exported", "let the script read it from its variable")
     if spec.files:
         raise UsageError("secrets as files cannot be exported", "use env, and list their names in secrets")

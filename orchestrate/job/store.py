@@ -18,7 +18,7 @@ from orchestrate.files import folder, records
 from orchestrate.files.folder import content, write_whole
 from orchestrate.files.paths import JOB, JobPaths
 from orchestrate.files.records import Record
-from orchestrate.job import owners, recorder, report, strict_yaml, users, worktree
+from orchestrate.job import owners, recorder, report, strict_yaml, users
 from orchestrate.job.events import Event
 from orchestrate.job.layers import layer, resolve
 from orchestrate.job.plan import Plan, read_plan
@@ -27,7 +27,8 @@ from orchestrate.job.spec import APP, JobSpec
 from orchestrate.node import checks
 from orchestrate.node.trees import clear
 
-MAX_VALUES, LARGE = 1_000_000, 1 << 20  # values in a report that is large: characters
+LARGE = 1 << 20  # characters of a report whose values are counted before they are parsed
+MAX_VALUES = 1_000_000
 FILE = "file:"  # before the name of a secret that is a file, in the record
 
 
@@ -162,6 +163,8 @@ def _read(paths: JobPaths, record: Record | None) -> tuple[JobSpec, Plan]:
 
 def keep_changes(spec: JobSpec, plan: Plan, paths: JobPaths) -> None:
     """Write what differs in the code folder from its Git commit, without secrets; raises OSError."""
+    from orchestrate.job import worktree
+
     paths.patch.unlink(missing_ok=True)  # of an earlier generation
     if plan.placement.revision.endswith("-dirty") and (text := worktree.changes(Path(plan.placement.code))):
         write_whole(paths.patch, spec.mask()(text))

@@ -100,14 +100,13 @@ class Local(Store):
                 for entry in stack.enter_context(os.scandir(folder)):
                     key = f"{here}/{entry.name}" if here else entry.name
                     entries_left -= 1
-                    if entry.is_dir(follow_symlinks=False):
-                        names_left -= sys.getsizeof(key)
                     if entries_left < 0 or names_left < 0:
                         raise StorageError(f"{self.url} holds too many folders", "use an empty prefix")
                     if len(key) > MAX_KEY:
                         continue
                     if entry.is_dir(follow_symlinks=False):
                         if key.count("/") <= MAX_LEVELS:
+                            names_left -= sys.getsizeof(key)
                             pending.append(key)
                     elif entry.is_file(follow_symlinks=False) and not entry.name.endswith(PART):
                         status = entry.stat(follow_symlinks=False)

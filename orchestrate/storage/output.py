@@ -33,7 +33,7 @@ def upload(store: Store, folder: Folder, prefix: str, done: set[str], stopped: C
         if not path.isprintable():  # no key of a store may contain it
             found.skipped[shown(path)] = "its name has characters that cannot be printed"
         elif path.partition("/")[0] == RECORD:
-            found.skipped[path] = "its name is that of the record of the job"
+            found.skipped[shown(path)] = "its name is that of the record of the job"
         else:
             continue
         del found.files[path]

@@ -80,9 +80,10 @@ class Stored(Stores):
             store, paths, hide = open_store(self.spec.output), self.paths, self.spec.mask()
             files = (paths.report, paths.page, paths.events, paths.spec, paths.plan, paths.patch)
             for path in filter(Path.exists, files):
-                text = hide(path.read_bytes().decode(errors="surrogateescape"))
                 if path == paths.spec:  # it has the command as it is; YAML may escape and fold a secret
                     text = self.spec.to_yaml(hide)
+                else:
+                    text = hide(path.read_bytes().decode(errors="surrogateescape"))
                 store.put(f"{paths.root.name}/{RECORD}/{path.name}", text.encode(errors="surrogateescape"))
 
     def _warn(self, text: str) -> None:
