@@ -2,7 +2,6 @@
 
 import collections
 import contextlib
-import gc
 import importlib.util
 import json
 import os
@@ -51,16 +50,6 @@ def pytest_configure(config):
         from support import fuzzing
 
         fuzzing.load(config.option.all)
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_collection():
-    """Look for no garbage among torch and the tests, which stay until the end: that takes a fifth of the time."""
-    gc.disable()
-    result = yield
-    gc.freeze()
-    gc.enable()
-    return result
 
 
 @pytest.hookimpl(wrapper=True)  # before xdist reads the marks
@@ -122,7 +111,6 @@ def pytest_terminal_summary(terminalreporter, config):
 @pytest.hookimpl(trylast=True)  # after xdist has ended its processes
 def pytest_sessionfinish(session):
     """Remove what an interrupted run has left."""
-    gc.unfreeze()  # torch's libraries report what is not collected at the end
     if not hasattr(session.config, "workerinput"):
         with contextlib.suppress(FileNotFoundError):  # another run may remove folders of older runs meanwhile
             clear(session.config._tmp_path_factory.getbasetemp())
