@@ -74,12 +74,19 @@ def pytest_make_parametrize_id(val):
     return f"{val[:60]}..." if isinstance(val, str) and len(val) > 100 else None
 
 
+def sendable(data):
+    """Return the data of a report with all surrogates escaped."""
+    if isinstance(data, dict):
+        return {name: sendable(value) for name, value in data.items()}
+    if isinstance(data, list | tuple):
+        return type(data)(map(sendable, data))
+    return data.encode(errors="backslashreplace").decode() if isinstance(data, str) else data
+
+
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport():
-    """Escape surrogates in captured output: a process of xdist could not send it, and would end the run."""
-    report = yield
-    report.sections = [(name, text.encode(errors="backslashreplace").decode()) for name, text in report.sections]
-    return report
+def pytest_report_to_serializable():
+    """Escape surrogates in messages and output: a process of xdist could not send them, and would end the run."""
+    return sendable((yield))
 
 
 def pytest_report_teststatus(report):
