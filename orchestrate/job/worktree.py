@@ -123,10 +123,14 @@ def _repository(folder: Path) -> Iterator[tuple[str, dict[str, str]]]:
 
 
 def _copy(index: Path, copy: Path) -> None:
-    with regular(index) as file, copy.open("wb") as target:
-        if os.fstat(file.fileno()).st_size > MAX_INDEX:
+    with regular(index) as file:
+        status = os.fstat(file.fileno())
+        if status.st_size > MAX_INDEX:
             raise ValueError("the index of the repository is too large")
-        shutil.copyfileobj(file, target)
+        with copy.open("wb") as target:
+            shutil.copyfileobj(file, target)
+    # Git reads a file again that could have changed in the second in which the index was written.
+    os.utime(copy, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
 def _output(arguments: list[str], folder: Path, env: dict[str, str], most: int) -> bytes:

@@ -48,6 +48,18 @@ def test_the_index_of_a_repository_must_not_be_written(repository, tmp_path):
     assert (tmp_path / "index").stat().st_mtime_ns == before
 
 
+def test_a_file_that_has_changed_in_the_second_of_its_commit_must_be_seen_as_changed(repository):
+    """Git keeps seconds, so with the same size only the time of the index tells it to read the file again."""
+    path, index = repository / "train.py", repository / ".git" / "index"
+    path.write_text("lr = 1\n")
+    os.utime(path, (9, 9))
+    commit(repository)
+    path.write_text("lr = 2\n")
+    for each in (path, index):
+        os.utime(each, (9, 9))
+    assert worktree.revision(repository)().endswith("-dirty")
+
+
 def test_a_configuration_that_changes_meanwhile_must_not_count(repository, tmp_path, monkeypatch):
     """A job that can write to the repository could name a program just when git looks again."""
     (repository / ".git" / "info" / "attributes").write_text("* filter=x\n")
