@@ -18,11 +18,11 @@ MAX_PATH = os.pathconf("/", "PC_PATH_MAX")  # bytes of a path, including the ter
 class Fetch:
     """A file that is being copied, under a hidden temporary name."""
 
-    def __init__(self, run_dir: Folder, path: str, told: Facts) -> None:
+    def __init__(self, run_dir: Folder, path: str, told: Facts, node: str) -> None:
         """Create the hidden file and missing folders; raises OSError."""
         self.run_dir, self.path, self.told = run_dir, path, told
         self.below, _, self.name = path.rpartition("/")
-        self.temporary = _hidden(self.name)
+        self.temporary = _hidden(self.name, node)
         self.offset = 0  # of the next piece
         with run_dir.opened(self.below, make=True) as folder:
             with contextlib.suppress(FileNotFoundError):
@@ -70,17 +70,18 @@ def reachable(run_dir: Folder, path: str) -> bool:
         return False
 
 
-def link(run_dir: Folder, path: str, there: str) -> None:
+def link(run_dir: Folder, path: str, there: str, node: str) -> None:
     """Create a link to `there`, or replace an old link atomically; raises OSError."""
     below, _, name = path.rpartition("/")
+    hidden = _hidden(name, node)
     with run_dir.opened(below, make=True) as folder:
         with contextlib.suppress(OSError):
             if os.readlink(name, dir_fd=folder) == there:
                 return
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(_hidden(name), dir_fd=folder)
-        os.symlink(there, _hidden(name), dir_fd=folder)
-        os.replace(_hidden(name), name, src_dir_fd=folder, dst_dir_fd=folder)
+            os.unlink(hidden, dir_fd=folder)
+        os.symlink(there, hidden, dir_fd=folder)
+        os.replace(hidden, name, src_dir_fd=folder, dst_dir_fd=folder)
 
 
 def same(path: Path, told: Facts) -> bool:
@@ -92,6 +93,9 @@ def same(path: Path, told: Facts) -> bool:
     return [status.st_size, status.st_mtime_ns] == told[:2]
 
 
-def _hidden(name: str) -> str:
-    """Return the hidden name of a file; a suffix could exceed the limit of 255 bytes."""
-    return f".{hashlib.sha256(os.fsencode(name)).hexdigest()}.coming"
+def _hidden(name: str, node: str) -> str:
+    """Return the hidden name of a node's file; a suffix could exceed the limit of 255 bytes.
+
+    Two nodes may send the same file at the same time.
+    """
+    return f".{hashlib.sha256(os.fsencode(f'{node}/{name}')).hexdigest()}.coming"

@@ -43,6 +43,7 @@ EXPECTED = (EngineError, OSError, ValueError)  # ValueError: nodes may send anyt
 FULL = (errno.ENOSPC, errno.EDQUOT)
 CLOSE_TIMEOUT = 5.0  # seconds for the current round to end; connecting may take longer
 MAX_TURN = 0.5  # seconds to fetch a node's files before checking its logs again
+MAX_LOGGING = 60.0  # seconds in one round to copy logs that grow meanwhile
 OWN = {FENCE}  # files of the orchestrator in a job folder
 
 
@@ -56,6 +57,7 @@ class _Node:
     files: dict[str, Facts] = field(default_factory=dict)  # copied files; empty facts for links
     failed: dict[str, tuple[Facts, float]] = field(default_factory=dict)  # failed files, with facts and time
     fetching: Fetch | None = None
+    due: set[str] | None = None  # files that the round is still to copy; None before its first list
     heard: bool = False  # whether it answered in the last round
     trouble: str = ""  # the error, if not
 
@@ -84,6 +86,7 @@ class FileSync:
         self.left: dict[str, str] = {}  # node: a path that cannot be copied
         self.warned: set[str] = set()  # nodes for which `left` was reported
         self.looks = 0  # number of rounds that have begun
+        self.began = 0.0  # time of the last one's start
         self.changed = threading.Condition()
         self.closing = False
         self.failure: Exception | None = None  # the error that ended the thread
@@ -162,20 +165,23 @@ class FileSync:
             self._disconnect(node)
 
     def _copy(self) -> None:
-        busy = False
         with ThreadPoolExecutor(8) as pool:
             while not self.closing:
                 with self.changed:
-                    if not busy:
-                        self.looks += 1
-                        self.changed.notify_all()
-                busy = any(list(pool.map(self._visit, self.nodes)))
-                if not busy:
-                    with self.changed:
-                        self.changed.wait_for(lambda: self.closing, SYNC_INTERVAL)
+                    self.looks, self.began = self.looks + 1, self.clock.monotonic()
+                    self.changed.notify_all()
+                for node in self.nodes:
+                    node.due = None
+                while any(list(pool.map(self._visit, self.nodes))) and not self.closing:
+                    pass
+                with self.changed:
+                    self.changed.wait_for(lambda: self.closing, SYNC_INTERVAL)
 
     def _visit(self, node: _Node) -> bool:
-        """Copy new data from a node; return whether there is more."""
+        """Copy new data from a node; return whether the round is to copy more.
+
+        What changes during the round does not make it longer: processes that a job has left could write forever.
+        """
         try:
             node.link = node.link or self.connect(node.name)
             if node.link is None or self.closing:
@@ -187,7 +193,7 @@ class FileSync:
             self._remove_conflicts(node, {**changes.files, **changes.links})
             more = self._fetch(node, changes.files)
             self._remove_deleted(node, changes, more)
-            return more or any(appended)
+            return bool(node.due) or any(appended) and self.clock.monotonic() < self.began + MAX_LOGGING
         except EXPECTED as error:  # no connection, or an invalid answer: the next round starts over
             if str(error) != node.trouble:
                 log.debug("%s: %s", node.name, error)
@@ -222,7 +228,7 @@ class FileSync:
         return True
 
     def _fetch(self, node: _Node, files: dict[str, Facts]) -> bool:
-        """Fetch pieces of files that differ from the local ones, oldest first; return whether there is more."""
+        """Fetch pieces of files that differ from the local ones, the due ones first; return whether there is more."""
         wanted, now = {}, self.clock.monotonic()
         for path in node.failed.keys() - files.keys():  # removed on the node
             del node.failed[path]
@@ -235,16 +241,18 @@ class FileSync:
                     node.files[path] = facts
                 else:
                     wanted[path] = facts
+        due = node.due = set(wanted) if node.due is None else node.due & wanted.keys()
+        if node.fetching and wanted.get(node.fetching.path) != node.fetching.told:  # changed or removed meanwhile
+            node.fetching.drop()
+            node.fetching = None
         if node.fetching:
             wanted.pop(node.fetching.path, None)
-        youngest_first = sorted(wanted, key=lambda path: wanted[path][1], reverse=True)
+        last_first = sorted(wanted, key=lambda path: (path not in due, wanted[path][1]), reverse=True)
         until = self.clock.monotonic() + MAX_TURN
-        while self.clock.monotonic() < until and not self.closing:
-            if not node.fetching and not youngest_first:
-                return False
-            path = node.fetching.path if node.fetching else youngest_first.pop()
+        while (node.fetching or last_first) and self.clock.monotonic() < until and not self.closing:
+            path = node.fetching.path if node.fetching else last_first.pop()
             try:
-                node.fetching = node.fetching or Fetch(self.here, path, wanted[path])
+                node.fetching = node.fetching or Fetch(self.here, path, wanted[path], node.name)
                 if not self._fetch_piece(node, node.fetching):
                     continue
                 self.errors.pop(path, None)
@@ -255,10 +263,11 @@ class FileSync:
                     log.debug("%s of %s: %s", shown(path), node.name, error, exc_info=not isinstance(error, EXPECTED))
                 node.failed[path] = files.get(path, []), self.clock.monotonic()
                 self.errors[path] = error.with_traceback(None)  # a traceback would keep the piece in memory
+            due.discard(path)
             if node.fetching:
                 node.fetching.drop()
             node.fetching = None
-        return True
+        return bool(node.fetching or last_first)
 
     def _fetch_piece(self, node: _Node, fetch: Fetch) -> bool:
         """Fetch the next piece of a file; return whether the attempt has ended."""
@@ -330,7 +339,7 @@ class FileSync:
             if plain and free and self._may_copy(node, path):
                 with contextlib.suppress(OSError):
                     node.files[path] = []
-                    place_link(self.here, path, target)
+                    place_link(self.here, path, target, node.name)
 
     def _remove(self, node: _Node, path: str) -> None:
         node.files.pop(path, None)

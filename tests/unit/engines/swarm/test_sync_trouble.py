@@ -211,11 +211,19 @@ def test_what_could_not_be_copied_must_be_reported_until_it_is(folder, synced):
 
 def test_what_a_killed_supervisor_has_left_must_not_prevent_a_copy(folder, synced):
     for name in ("state.pt", "last"):
-        fetch.Fetch(Folder(folder.parent, folder.name), name, [1, 1, 1, 0o644]).file.close()
+        fetch.Fetch(Folder(folder.parent, folder.name), name, [1, 1, 1, 0o644], "master").file.close()
     node = FakeNode()
     node.files, node.links = {"state.pt": b"1"}, {"last": "state.pt"}
     assert synced(master=node).catch_up(20)
     assert target_of(folder / "last") == "state.pt" and {path.name for path in folder.iterdir()} == {"state.pt", "last"}
+
+
+def test_a_node_must_not_lose_its_copy_to_another_node_that_sends_the_same_file(folder):
+    here = Folder(folder.parent, folder.name)
+    first, second = (fetch.Fetch(here, "same", [1, 1, 1, 0o644], node) for node in ("master", "trainer-1"))
+    second.take(b"2", 0), second.keep(), second.drop()
+    first.take(b"1", 0), first.keep()
+    assert [(path.name, path.read_bytes()) for path in folder.iterdir()] == [("same", b"1")]
 
 
 def test_a_partially_copied_file_must_be_removed_when_copying_ends(folder):
