@@ -10,7 +10,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torchvision
 from support.mnist import COUNT
 from support.training import ledger, losses, weights
 from torch.nn import functional as F
@@ -332,7 +331,7 @@ def test_an_evaluation_must_leave_the_model_unchanged_and_see_each_image_once(mo
 def test_cifar_images_must_be_upright_with_channels_first(monkeypatch, tmp_path):
     images = torch.arange(2 * 32 * 32 * 3).remainder(251).to(torch.uint8).view(2, 32, 32, 3)  # as torchvision has them
     part = SimpleNamespace(data=images.numpy(), targets=[0, 0])
-    monkeypatch.setattr(torchvision.datasets, "CIFAR10", lambda folder, train, download: part)
+    monkeypatch.setattr("torchvision.datasets.CIFAR10", lambda folder, train, download: part)
     for found in data.load("cifar10", tmp_path, download=False)[::2]:
         assert found.shape == (2, 3, 32, 32) and found.is_contiguous()
         assert torch.equal(found[1, 2, 5], images[1, 5, :, 2])
