@@ -72,8 +72,7 @@ class Mask:
         """`named` lists variables that are always secret."""
         secrets = [env[name] for name in secret_names(env, named)]
         found = {text for value in secrets for text in _parts(value) if len(text) >= MIN_LENGTH}
-        longest_first = sorted(found, key=len, reverse=True)
-        self._pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")  # matches nothing
+        self._pattern = re.compile(_any_of(sorted(found, key=len, reverse=True)) or r"(?!)")  # matches nothing
 
     def __call__(self, text: str) -> str:
         """The text with `***` in place of each secret."""
@@ -129,6 +128,16 @@ def _embedded(value: str) -> list[str]:
         if PAIR_NAMES.fullmatch(name) or (name.upper() not in ("KEY", "KEYS") and _is_named_secret(name, text)):
             found.append(text)
     return [*found, *KNOWN_FORMATS.findall(value), *IN_JSON.findall(value)]
+
+
+def _any_of(texts: list[str], grouped: int = 3) -> str:
+    """A pattern of texts; of many, those with the same first characters are tried together, up to `grouped`."""
+    if len(texts) < 20 or not grouped:
+        return "|".join(map(re.escape, texts))
+    groups: dict[str, list[str]] = {}
+    for text in texts:
+        groups.setdefault(text[:1], []).append(text[1:])
+    return "|".join(f"{re.escape(first)}(?:{_any_of(rest, grouped - 1)})" for first, rest in groups.items())
 
 
 def _parts(value: str) -> list[str]:

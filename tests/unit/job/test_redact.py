@@ -206,3 +206,9 @@ def test_deeply_nested_data_must_be_truncated():
         data = [data]
     assert str(Mask({}).inside(data)).strip("[]") == f"'{HIDDEN}'"
     assert Mask({}).inside(shallow := [[[[[[[[[["a"]]]]]]]]]]) == shallow
+
+
+def test_the_longest_of_many_secrets_must_be_replaced():
+    lines = [f"{first}{second}cdef{'g' * length}" for first in "a.1" for second in "b(|" for length in range(5)]
+    mask = Mask({"TOKEN": "\n".join(lines)})
+    assert {mask(f"<{line}>") for line in lines} == {"<***>"} and mask("abcde abxdef") == "abcde abxdef"
