@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import BinaryIO
 
 from orchestrate.node.trees import data
 
 MAX_LINE = 1 << 20  # bytes of a line; longer lines are split
 CHUNK = 1 << 20  # bytes per read
-BLOCK = 1 << 16  # bytes in which lines are counted at a time
+BLOCK = 1 << 16  # bytes in which lines are counted at a time, or read as long as there is time
 
 
 class Lines:
@@ -57,6 +57,13 @@ class Lines:
                 yield line
             if len(self.partial) >= MAX_LINE:
                 yield self.rest()
+
+    def new_while(self, goes_on: Callable[[], bool], file: BinaryIO) -> Iterator[bytes]:
+        """Yield new lines as long as `goes_on()`, which is asked every 64 KiB."""
+        begun = -1
+        while begun < self.offset and goes_on():
+            begun = self.offset
+            yield from self.new(file, BLOCK)
 
     def rest(self) -> bytes:
         """Return an incomplete last line."""

@@ -25,7 +25,7 @@ INTERVAL = 2.0  # seconds between two writes
 LAST_TIMEOUT = 10.0  # seconds to write the last metrics
 MAX_QUEUED = 10_000  # lines of output that wait to be written
 MAX_STEP = 1 << 62
-MAX_READ, PIECE = 8 << 20, 1 << 16  # bytes that are left out if there are more, and that are read at a time
+MAX_READ = 8 << 20  # bytes that are left out if there are more
 MAX_SECONDS, LAST_SECONDS = 0.2, 2.0  # of work in a turn, and in the last one
 MAX_FILE = 64 << 20  # bytes of events
 MAX_NAMES, MAX_NAME = 200, 100  # metrics of a job, and characters of a name
@@ -98,13 +98,10 @@ class Board:
                 self._heard(found)
         with contextlib.suppress(OSError), self.paths.folder.open(METRICS) as file:
             self.lines.near_end(file, MAX_READ)  # it may have been truncated
-            begun = -1
-            while begun < self.lines.offset and time.monotonic() < until:
-                begun = self.lines.offset
-                for values in measurements(self.lines.new(file, PIECE)):
-                    step = values.pop("step", None)
-                    values.pop(TOTAL, None)
-                    self._write(step if type(step) is int and 0 <= step < MAX_STEP else None, values)
+            for values in measurements(self.lines.new_while(lambda: time.monotonic() < until, file)):
+                step = values.pop("step", None)
+                values.pop(TOTAL, None)
+                self._write(step if type(step) is int and 0 <= step < MAX_STEP else None, values)
         if self.file:
             self.file.flush()
             if self.file.size > MAX_FILE:

@@ -27,7 +27,6 @@ LAST_LINES, MAX_WIDTH = 12, 2000  # lines of a failed worker that are reported, 
 CONTEXT = 300  # lines of a failed worker in which its error is searched
 MAX_METRICS_READ = 8 << 20  # bytes of metrics.jsonl per call
 MAX_SECONDS = 1.0  # of CPU time for that: meanwhile, no one handles a request to stop
-PIECE = 1 << 16  # bytes per read
 MAX_WRITTEN = 10_000  # files of the working directory that the report lists
 
 
@@ -80,14 +79,12 @@ class JobFiles:
         with contextlib.suppress(OSError), self._folder.open(METRICS) as file:
             if file.seek(0, 2) < self._metrics.offset:  # the script has truncated the file
                 self._metrics = Lines()
-            begun, until = -1, time.thread_time() + MAX_SECONDS
-            end = self._metrics.offset + MAX_METRICS_READ
-            while begun < self._metrics.offset < end and time.thread_time() < until:
-                begun = self._metrics.offset
-                for values in measurements(self._metrics.new(file, PIECE)):
-                    if type(step := values.get("step")) is int and 0 <= step < 1 << 63:
-                        self._step = max(self._step, step)
-                        self._reached(step)
+            end, until = self._metrics.offset + MAX_METRICS_READ, time.thread_time() + MAX_SECONDS
+            goes_on = lambda: self._metrics.offset < end and time.thread_time() < until  # noqa: E731
+            for values in measurements(self._metrics.new_while(goes_on, file)):
+                if type(step := values.get("step")) is int and 0 <= step < 1 << 63:
+                    self._step = max(self._step, step)
+                    self._reached(step)
         return max(self._step, self._printed.step)
 
     def _reached(self, step: int) -> None:
