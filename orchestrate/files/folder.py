@@ -159,8 +159,8 @@ def content(path: str | Path, folder: int | None = None) -> str:
 
     Raises ValueError if it is not text.
     """
-    with regular(path, folder) as file:
-        read = file.read(MAX_FILE + 1)
+    with regular(path, folder) as file:  # memory is taken in advance for what is asked for
+        read = file.read(min(os.fstat(file.fileno()).st_size, MAX_FILE) + 1)
     if len(read) > MAX_FILE:
         raise OSError(errno.EFBIG, f"larger than {MAX_FILE >> 20} MiB", str(path))
     return read.decode()
@@ -261,10 +261,10 @@ def walk_in(name: str, parent: int) -> Iterator[tuple[str, list[str], list[str],
                     if inner.startswith(unique):  # walked below
                         folders.remove(inner)
                     elif depth == MAX_DEPTH:
+                        folders.remove(inner)
                         with contextlib.suppress(OSError):
                             os.rename(inner, f"{unique}-{moved}", src_dir_fd=folder, dst_dir_fd=top)
                             moved += 1
-                            folders.remove(inner)
                 yield root, folders, names, folder
                 for inner in folders:
                     yield from enter(inner, folder, f"{root}/{inner}", depth + 1)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -17,12 +18,17 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from orchestrate.files import private
+from orchestrate.errors import UsageError
+from orchestrate.files import private, writable
 from orchestrate.files.folder import regular
 from orchestrate.job.source import CACHE, COMMIT, PLAIN, environment
 
 MAX_CHANGES = 1 << 20  # bytes
-MAX_INDEX, MAX_SHARED = 256 << 20, 2  # bytes of an index, which has 10 MB for 100,000 files, and parts of a split one
+MAX_INDEX = 256 << 20  # bytes of an index, which has 10 MB for 100,000 files
+MAX_ENTRIES, MAX_SHARED = 10_000, 2  # entries of its folder, and parts of a split index
+MAX_PATHS = 64 << 20  # bytes of the paths in an index
+OUTSIDE = re.compile(rb"(^|[/\0])(\.|\.\.|\.git)?[/\0]")  # a path that leads out of the working tree
+PIECE = 1 << 16  # bytes per read
 MAX_OUTPUT = 1 << 20  # bytes of git's other output
 STATUS_TIMEOUT = 5.0  # seconds; a huge repository must not delay the job
 # With a limit of memory, in KiB: to compare a file of empty lines takes 26 times its size.
@@ -30,6 +36,7 @@ LIMITED = ("sh", "-c", 'ulimit -v 2097152; exec "$@"', "sh")
 DIFF = ("diff", "--no-ext-diff", "--no-textconv")
 # Settings on which it depends whether a file is changed; none names a program.
 SETTINGS = r"^core\.(filemode|symlinks|autocrlf|eol|ignorecase)$"
+ERRORS = OSError, ValueError, UsageError  # no git, or no repository that may be asked
 FORMATS = {40: "[core]\nrepositoryformatversion = 0\n"}  # by the length of a commit
 FORMATS[64] = "[core]\nrepositoryformatversion = 1\n[extensions]\nobjectformat = sha256\n"
 
@@ -61,8 +68,12 @@ def changes(folder: Path) -> str:
     """
     try:
         with _repository(folder) as (commit, env):
+            # Git does not check the paths of an index.
+            paths = _output(["ls-files", "-z"], Path(env["GIT_WORK_TREE"]), env, MAX_PATHS)
+            if len(paths) == MAX_PATHS or OUTSIDE.search(paths):
+                return ""
             found = _output([*DIFF, "--no-color", "--ignore-submodules=all", commit], folder, env, MAX_CHANGES + 1)
-    except (OSError, ValueError):
+    except ERRORS:
         return ""
     text = found[:MAX_CHANGES].decode(errors="replace")
     return text if len(found) <= MAX_CHANGES else f"{text}\n(and more)\n"
@@ -72,7 +83,7 @@ def _status(folder: Path) -> str:
     try:
         with _repository(folder) as (commit, env):
             changed = _output([*DIFF, "--name-only", "--ignore-submodules=dirty", commit], folder, env, 1)
-    except (OSError, ValueError):  # no git, or no repository
+    except ERRORS:
         return ""
     return f"{commit}-dirty" if changed else commit
 
@@ -83,7 +94,8 @@ def _repository(folder: Path) -> Iterator[tuple[str, dict[str, str]]]:
 
     With them git reads its objects and a copy of its index, but no configuration: that names programs, and a job that
     can write there could change it between two looks at it. Its working tree is the folder with `.git`, whatever the
-    configuration says. Raises OSError and ValueError if there is no such repository.
+    configuration says. Raises OSError and ValueError if there is no such repository, and UsageError if a job could have
+    written it.
     """
     here = folder.resolve()
     tree = next((path for path in (here, *here.parents) if os.path.lexists(path / ".git")), None)
@@ -92,6 +104,8 @@ def _repository(folder: Path) -> Iterator[tuple[str, dict[str, str]]]:
     env = {"GIT_WORK_TREE": str(tree)}
     told = _output(["rev-parse", "HEAD", "--git-path", "objects", "--git-path", "index"], folder, env, MAX_OUTPUT)
     commit, objects, index = os.fsdecode(told).splitlines()
+    for path in (tree / ".git", folder / objects, folder / index):
+        writable.resolved(str(path), fixed=True)
     if not COMMIT.fullmatch(commit):
         raise ValueError("an unknown kind of commit")
     settings = ""
@@ -106,7 +120,9 @@ def _repository(folder: Path) -> Iterator[tuple[str, dict[str, str]]]:
         Path(own, "config").write_text(FORMATS[len(commit)] + settings)
         # Git may write to the index, which a job may have replaced by a link.
         there = Path(os.path.realpath(folder / index)).parent
-        for name in ("index", *islice((path.name for path in there.glob("sharedindex.*")), MAX_SHARED)):
+        with os.scandir(there) as entries:
+            names = [entry.name for entry in islice(entries, MAX_ENTRIES) if entry.name.startswith("sharedindex.")]
+        for name in ("index", *names[:MAX_SHARED]):
             _copy(there / name, Path(own, name))
         yield (
             commit,
@@ -143,7 +159,9 @@ def _output(arguments: list[str], folder: Path, env: dict[str, str], most: int) 
         limit.start()
         try:
             assert git.stdout
-            found: bytes = git.stdout.read(most)
+            found = bytearray()
+            while len(found) < most and (piece := git.stdout.read(min(PIECE, most - len(found)))):
+                found += piece
             if len(found) == most:
                 git.kill()
             git.wait()
@@ -151,4 +169,4 @@ def _output(arguments: list[str], folder: Path, env: dict[str, str], most: int) 
             limit.cancel()
     if git.returncode and len(found) < most:
         raise OSError(errno.EIO, f"git failed, or did not finish within {STATUS_TIMEOUT:g} s")
-    return found
+    return bytes(found)

@@ -354,8 +354,8 @@ def report(line: bytes) -> Any:
 
 
 def reason(error: str) -> str:
-    """A node's error for display: on one line, and truncated."""
-    return " ".join(error.split())[:200]
+    """A node's error for display: on one line, without control characters, and truncated."""
+    return " ".join("".join(each if each.isprintable() else " " for each in error[:1000]).split())[:200]
 
 
 def _checked(kind: Any, word: str, facts: Mapping[str, Any]) -> Any:

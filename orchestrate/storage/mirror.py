@@ -11,7 +11,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -71,6 +71,7 @@ class Mirror:
         self._before: Manifest | None = None  # the manifest before the newest
         self._sequences: set[int] = set()  # of manifests in the store
         self._unwanted: set[str] = set()  # keys of objects to delete
+        self._uploaded: set[str] = set()  # keys of objects that no manifest names yet
         self._digests: dict[str, tuple[Facts, str]] = {}  # of files that this process has read
         self._reached: dict[str, int] = {}  # bytes of each file that were read in the attempt that got furthest
         self._closing, self._aborted = threading.Event(), threading.Event()
@@ -124,6 +125,7 @@ class Mirror:
             return False
         complete, unreadable = same and now.files == self._copied, list[str]()
         if not complete:
+            self._forget(now.files)
             entries, unreadable = self._upload(settled, stopped)
             entries += self._previous(now, settled)
             self._commit(tuple(sorted(entries, key=lambda entry: entry.path)))
@@ -166,8 +168,16 @@ class Mirror:
                 )
 
         each(take, files, stopped)
-        self._digests = {path: known for path, known in self._digests.items() if path in files}
         return found, unreadable
+
+    def _forget(self, files: Mapping[str, Facts]) -> None:
+        """Forget files that are gone; delete what rounds that have failed uploaded, and no file has anymore."""
+        self._digests = {path: known for path, known in self._digests.items() if path in files}
+        self._reached = {path: read for path, read in self._reached.items() if path in files}
+        if self._uploaded:
+            still = {manifests.key_of(path, digest) for path, (_, digest) in self._digests.items()}
+            self._delete(self._uploaded - still)
+            self._uploaded &= still
 
     def _entry(self, path: str, content: Content, old: Entry | None) -> Entry:
         """Upload a file unless the store has its content; return its entry."""
@@ -182,6 +192,8 @@ class Mirror:
                 self.store.put_stream(key, size, pieces)
             with self._changing:
                 self._objects[key] = size
+                self._uploaded.add(key)
+                self._unwanted.discard(key)
                 self._state = replace(self._state, files=self._state.files + 1)
         return Entry(path, key, size, content.facts.mtime_ns, digest)
 
@@ -215,10 +227,8 @@ class Mirror:
                 raise StorageError(f"{self.below} has too many files with long paths to copy")
             self.store.create(manifests.manifest_key(sequence), text)
             self._adopt(sequence)
-        try:
-            self._remove_old()
-        except StorageError as error:  # retried after the next manifest
-            log.debug("old files of %s are not removed yet: %s", self.store.url, error)
+        self._uploaded.clear()
+        self._delete(self._objects or ())
 
     def _is_newest(self, entries: tuple[Entry, ...]) -> bool:
         return self._newest is not None and self._newest.files == entries
@@ -236,24 +246,27 @@ class Mirror:
         self._before, self._newest = self._newest, manifest
         self._update(committed=manifest.time)
 
-    def _remove_old(self) -> None:
-        """Remove all manifests but the newest and, in case that one is damaged, the one before; then unnamed files.
+    def _delete(self, keys: Iterable[str]) -> None:
+        """Delete all manifests but the newest and, in case that one is damaged, the one before; then unnamed `keys`.
 
-        Only removes what this process has listed or uploaded: another writer's new files are not its own to judge.
+        These are what this process has listed or uploaded: another writer's new files are not its own to judge.
         """
         assert self._objects is not None
         kept = [manifest for manifest in (self._newest, self._before) if manifest]
-        for sequence in sorted(self._sequences - {manifest.sequence for manifest in kept}):
-            self.store.delete([manifests.manifest_key(sequence)])
-            self._sequences.remove(sequence)
         named = {entry.key for manifest in kept for entry in manifest.files}
-        for key in [key for key in self._objects if key not in named]:
-            del self._objects[key]  # first: if the answer is lost, it may be gone
-            self._unwanted.add(key)
-        for key in [*self._unwanted]:
-            if key not in named:  # or it was uploaded again
-                self.store.delete([key])
-            self._unwanted.remove(key)
+        self._unwanted |= {*keys} - named
+        for key in self._unwanted - named:
+            self._objects.pop(key, None)  # first: if the answer is lost, it may be gone
+        try:
+            for sequence in sorted(self._sequences - {manifest.sequence for manifest in kept}):
+                self.store.delete([manifests.manifest_key(sequence)])
+                self._sequences.remove(sequence)
+            for key in [*self._unwanted]:
+                if key not in named:  # or it was uploaded again
+                    self.store.delete([key])
+                self._unwanted.remove(key)
+        except StorageError as error:  # retried with the next ones
+            log.debug("old files of %s are not removed yet: %s", self.store.url, error)
 
     # --- the thread
 

@@ -11,6 +11,8 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 from orchestrate.files.lines import Lines
@@ -23,7 +25,7 @@ log = logging.getLogger(__name__)
 
 INTERVAL = 2.0  # seconds between two writes
 LAST_TIMEOUT = 10.0  # seconds to write the last metrics
-MAX_QUEUED = 10_000  # lines of output that wait to be written
+MAX_QUEUED = 2000  # lines of output that wait to be written, of up to 26 KB each
 MAX_STEP = 1 << 62
 MAX_READ = 8 << 20  # bytes that are left out if there are more
 MAX_SECONDS, LAST_SECONDS = 0.2, 2.0  # of work in a turn, and in the last one
@@ -68,7 +70,7 @@ class Board:
     def heard(self, found: Progress) -> None:
         """Take what a line of rank 0 says about its progress."""
         if self.works and found.metrics and self.queue.qsize() < MAX_QUEUED:
-            self.queue.put(found)
+            self.queue.put(replace(found, metrics=dict(islice(found.metrics.items(), MAX_NAMES))))
 
     def _run(self) -> None:
         ended = False

@@ -25,6 +25,7 @@ from orchestrate.supervise.stores import Stores
 NO_PROGRESS = 120.0  # seconds without progress at the end of a job until copying is given up
 RETRY_INTERVAL = 2.0  # seconds until a failed copy of output is tried again
 POLL_INTERVAL = 0.05  # seconds
+MAX_WARNINGS, MAX_WARNING = 20, 500  # different ones, and characters of each: a job can name files in them
 
 
 @dataclass
@@ -87,7 +88,8 @@ class Stored(Stores):
                 store.put(f"{paths.root.name}/{RECORD}/{path.name}", text.encode(errors="surrogateescape"))
 
     def _warn(self, text: str) -> None:
-        if text not in self.warned:
+        text = text if len(text) <= MAX_WARNING else f"{text[: MAX_WARNING - 1]}…"
+        if text not in self.warned and len(self.warned) < MAX_WARNINGS:
             self.warned.add(text)
             self.emit(events.WarningIssued(text))
 

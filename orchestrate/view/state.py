@@ -6,8 +6,10 @@ import re
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any
 
+from orchestrate.console import clean
 from orchestrate.job import events, report
 from orchestrate.job.events import Event
 from orchestrate.job.metrics import TOTAL, is_number, listed, plain, shown
@@ -19,6 +21,7 @@ from orchestrate.view.progress import Epochs, Progress
 PACES = 30  # steps whose duration is kept for each rank
 EVENTS = 4  # that are shown
 SHOWN_METRICS = 3
+MAX_NAMES = 100  # metrics of a rank that are kept, the last ones
 OF_EPOCH = " in this epoch"  # what steps of bars are called that start again
 NAME = re.compile(r"[A-Za-z][\w ./-]{0,40}", re.ASCII)  # of a metric that is shown
 TOGETHER = 0.01  # seconds; lines within this time were read together, and not written at this pace
@@ -80,9 +83,17 @@ class Rank:
             total=old.total if found.step is None else found.total,
             seconds_left=old.seconds_left if found.step is None else found.seconds_left,
             step_seconds=found.step_seconds or old.step_seconds,
-            metrics={**old.metrics, **found.metrics},
+            metrics=_latest(old.metrics, found.metrics),
             bar=old.bar if found.step is None else found.bar,
         )
+
+
+def _latest(old: dict[str, float], new: dict[str, float]) -> dict[str, float]:
+    """Metrics with new values; of too many, the last ones."""
+    if not new:
+        return old
+    found = {**old, **new}
+    return dict(islice(found.items(), max(0, len(found) - MAX_NAMES), None))
 
 
 class Work:
@@ -139,7 +150,7 @@ class View:
     def event(self, event: Event, now: float, age: float = 0.0) -> None:
         """Take an event of `age` seconds ago."""
         if text := report.line(event):
-            self.events.append((event.seconds, text.partition("\n")[0]))
+            self.events.append((event.seconds, clean(text.partition("\n")[0])))
         match event:
             case events.JobResumed():
                 self.work = Work(now - age)
@@ -196,7 +207,7 @@ class View:
         numbers = {name: value for name, value in shown(known).items() if name != "step" and NAME.fullmatch(name)}
         if 0 in self.ranks and (step is not None or numbers):
             found = Progress(step=step, total=total or self.ranks[0].progress.total, metrics=numbers)
-            self.measured |= numbers.keys()
+            self.measured.update(list(numbers)[: MAX_NAMES - len(self.measured)])
             self._take(0, found, now)
 
     def goodput(self, now: float) -> float | None:

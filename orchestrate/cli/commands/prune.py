@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ from orchestrate.cli.find import job_folders
 from orchestrate.cli.listing import ended_at
 from orchestrate.cli.parser import Parser
 from orchestrate.console import out, print_message
+from orchestrate.files import folder as folders
 from orchestrate.files import private, records
 from orchestrate.files.paths import JobPaths
 from orchestrate.job import store
@@ -82,7 +82,7 @@ def _caches() -> Iterator[tuple[Path, Callable[[], None]]]:
 
 
 def _discard(cached: Path) -> None:
-    shutil.rmtree(cached)
+    folders.remove(cached)
     cached.with_name(f"{cached.name}.lock").unlink(missing_ok=True)
 
 

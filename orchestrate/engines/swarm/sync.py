@@ -237,10 +237,12 @@ class FileSync:
             failed, when = node.failed.get(path, ([], 0.0))
             waits = facts == failed and when > max(self.called, now - RETRY_INTERVAL)
             if facts != node.files.get(path) and not waits and self._may_copy(node, path):
-                if same(self.run_dir / path, facts):  # copied by an earlier supervisor
-                    node.files[path] = facts
-                else:
+                if not same(self.run_dir / path, facts):
                     wanted[path] = facts
+                    continue
+                with self.owning:
+                    if self._owns(node, path):  # copied by an earlier supervisor
+                        node.files[path] = facts
         due = node.due = set(wanted) if node.due is None else node.due & wanted.keys()
         if node.fetching and wanted.get(node.fetching.path) != node.fetching.told:  # changed or removed meanwhile
             node.fetching.drop()
@@ -278,10 +280,14 @@ class FileSync:
         if not fetch.take(base64.b64decode(piece.data), piece.offset):
             return False
         with self.owning:
-            if self.owners.get(fetch.path) == self.nodes.index(node):  # unless an earlier node has claimed it
+            if self._owns(node, fetch.path):
                 fetch.keep()
                 node.files[fetch.path] = fetch.told
         return True
+
+    def _owns(self, node: _Node, path: str) -> bool:
+        """Whether a file still comes from a node, and no earlier one has claimed it; `owning` is held."""
+        return self.owners.get(path) == self.nodes.index(node)
 
     def _may_copy(self, node: _Node, path: str) -> bool:
         """Whether a file may be copied from a node: its path is safe, and no earlier node has it."""
@@ -345,7 +351,8 @@ class FileSync:
         node.files.pop(path, None)
         target = self.run_dir / path
         with self.owning, contextlib.suppress(OSError):
-            if self.owners.pop(path, None) is not None:
+            if self._owns(node, path):
+                del self.owners[path]
                 target.unlink(missing_ok=True)
                 for folder in list(target.parents)[: len(PurePosixPath(path).parts) - 1]:
                     folder.rmdir()  # only if it is empty

@@ -1,5 +1,6 @@
 """The commit of a folder's files, and the changes since then, as far as git may be asked."""
 
+import hashlib
 import os
 import shutil
 import subprocess
@@ -10,6 +11,7 @@ from support.commanded import create
 from support.plans import HERE, plan
 from support.repositories import commit
 
+from orchestrate.files import writable
 from orchestrate.files.paths import JobPaths
 from orchestrate.job import store, worktree
 from orchestrate.job.spec import JobSpec
@@ -135,7 +137,34 @@ def test_changes_must_be_those_of_the_repository_and_not_of_a_folder_that_it_nam
     assert worktree.revision(repository)().endswith("-dirty")
 
 
-def test_a_large_difference_must_not_be_read_whole(repository, tmp_path):
+@pytest.mark.parametrize("name", ["../secret", "{}/secret", ".git/secret", "a/../../secret"])
+def test_files_outside_of_the_working_tree_must_not_be_shown_whatever_the_index_says(repository, tmp_path, name):
+    """Git checks no path when it reads an index."""
+    name = name.format(tmp_path)
+    place = "x/" * (len(name) // 2 - 1) + "y" * (len(name) % 2 + 2)
+    (repository / place).parent.mkdir(parents=True, exist_ok=True)
+    (repository / place).write_text("the host's\n")
+    subprocess.run(["git", "add", "."], cwd=repository, check=True)
+    assert "+the host's" in worktree.changes(repository)
+    index = repository / ".git" / "index"
+    changed = index.read_bytes()[:-20].replace(place.encode(), name.encode())
+    index.write_bytes(changed + hashlib.sha1(changed).digest())
+    for secret in (tmp_path / "secret", repository / ".git" / "secret"):
+        secret.write_text("the host's\n")
+    (repository / "a").mkdir()
+    assert "host" not in worktree.changes(repository)
+
+
+def test_a_repository_that_a_job_could_write_must_not_be_asked(repository, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    (repository / "train.py").write_text("x\n")
+    assert worktree.revision(repository)()
+    writable.note([repository])
+    assert worktree.revision(repository)() == worktree.changes(repository) == ""
+
+
+def test_a_large_difference_must_not_be_read_whole(repository, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     (repository / "train.py").write_bytes(b"x\n" * (32 << 20))
     tracemalloc.start()
     assert len(worktree.changes(repository)) < worktree.MAX_CHANGES + 100

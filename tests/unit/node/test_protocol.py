@@ -7,7 +7,7 @@ import os
 import pytest
 from support.messages import DEFAULTS, encoded, fields, message
 
-from orchestrate.node.protocol import REPORTS, encode, report
+from orchestrate.node.protocol import REPORTS, encode, reason, report
 
 USE = {
     "exchanged": 7,
@@ -145,3 +145,7 @@ def test_an_invalid_file_name_must_be_refused(name, where):
 def test_a_line_that_is_not_a_message_must_be_refused(line):
     with pytest.raises(ValueError):
         report(line)
+
+
+def test_a_reason_must_be_a_short_line_without_control_characters():
+    assert reason("a\x1b[2K\r\n b\u202e  c" + " d" * 10_000)[:13] == "a [2K b c d d" and len(reason("e" * 9000)) == 200

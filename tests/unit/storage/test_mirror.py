@@ -233,6 +233,22 @@ def test_a_file_that_changes_while_it_is_copied_must_be_copied_again(store, save
     assert fetched(store, elsewhere) == saved.files()
 
 
+def test_what_failed_rounds_have_uploaded_must_not_pile_up(tmp_path, saved, elsewhere):
+    """A job can change a file during each round, so that none of them comes to its end."""
+    store = open_store(f"file://{tmp_path}/store")
+    saved.write("a", b"first")
+    mirror = saved.copy(store)
+    for number in range(12):
+        saved.write("a", os.urandom(20)), saved.write(f"name-{number}", b"x" * (number + 1))
+        saved.write("bad", b"y" * (number + 1))
+        with pytest.raises(Changed):
+            mirror.sync(lambda: saved.write("bad", os.urandom(9)) is None, final=True)
+        (saved.path / f"name-{number}").unlink()
+    assert len([*store.list("files")]) < 6
+    assert mirror.sync(never, final=True)
+    assert fetched(store, elsewhere) == saved.files()
+
+
 def test_each_check_of_a_file_must_notice_a_change(saved):
     """Together they would hide that one of them is missing."""
     path = saved.write("state.pt", b"x" * 2 * MIB)

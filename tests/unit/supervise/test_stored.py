@@ -193,6 +193,21 @@ def test_a_problem_with_the_store_must_be_reported_once(tmp_path):
     copies.emit.close()
 
 
+def test_problems_that_a_job_can_name_must_not_be_reported_without_end(tmp_path):
+    class Failing(Mirror):
+        @property
+        def state(self) -> State:
+            return State(error=f"{next(numbers)} {'x' * 9000}")
+
+    numbers, copies = itertools.count(), Copies(tmp_path)
+    copies.stored.mirror = Failing(open_store(f"file://{tmp_path}/store"), copies.job.folder, "checkpoints", "j")
+    for _ in range(100):
+        copies.stored.check()
+    assert 1 < len(copies.emit.events) < 50
+    assert all(isinstance(each, events.WarningIssued) and len(each.text) < 1000 for each in copies.emit.events)
+    copies.emit.close()
+
+
 def test_checkpoints_that_are_in_the_store_already_must_not_count_as_missing(tmp_path, earlier):
     """For example, the job is resumed although it had done all steps."""
     copies = Copies(tmp_path)

@@ -9,7 +9,7 @@ from orchestrate.job import events
 from orchestrate.job.outcomes import Activity, Outcome
 from orchestrate.job.spec import JobSpec
 from orchestrate.view.progress import parse
-from orchestrate.view.state import View, clock, status, worst_first
+from orchestrate.view.state import MAX_NAMES, View, clock, status, worst_first
 
 BAR = " 50%|#####     | 135/270 [00:04<01:02,  2.00s/it]"
 
@@ -152,3 +152,19 @@ def test_workers_that_failed_must_come_first_then_those_that_others_wait_for_the
 )
 def test_durations_must_be_short(seconds, text):
     assert clock(seconds) == text
+
+
+def test_only_the_last_metrics_must_be_kept_of_names_without_end(view):
+    for number in range(500):
+        view.measure({"step": number, f"a{number}": 1.0}, 4.0)
+        view.hear(1, parse(f"{{'b{number}': 1.0}}"), 4.0)
+    view.measure({f"c{number}": 1.0 for number in range(500)}, 5.0)
+    for rank, last in zip(view.ranks.values(), ("c499", "b499")):
+        assert len(rank.progress.metrics) <= MAX_NAMES and last in rank.progress.metrics
+    assert len(view.measured) <= MAX_NAMES
+
+
+def test_events_must_be_shown_without_control_characters(view):
+    """As a refusal of a node in a hostile image may have them."""
+    view.event(events.WarningIssued("master: a\x1b]0;title\x07\x1b[2Kb\u202e"), 4.0)
+    assert view.events[-1][1].endswith("master: ab")

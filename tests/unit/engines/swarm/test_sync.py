@@ -181,6 +181,38 @@ def test_a_file_that_an_earlier_node_has_must_win_although_another_arrives_later
     assert (folder / "same").read_bytes() == b"master"
 
 
+def test_a_file_that_moves_to_an_earlier_node_must_be_kept(folder, synced):
+    master, trainer, pass_, moving = FakeNode(), FakeNode(), threading.Barrier(2), threading.Event()
+    trainer.files = {"same": b"trainer"}
+    first, second = master.converse, trainer.converse
+
+    class Files(dict):
+        def pop(self, *arguments: Any) -> Any:  # called when the file is gone from the later node
+            if not moving.is_set():
+                master.files = {"same": b"master"}
+                moving.set()
+                assert eventually(lambda: (folder / "same").read_bytes() == b"master")
+            return super().pop(*arguments)
+
+    def after(request: Any, answer: type) -> Any:
+        if isinstance(request, protocol.GetChanges) and not moving.is_set():
+            pass_.wait(20)
+            assert trainer.files or moving.wait(20)
+        return first(request, answer)
+
+    def before(request: Any, answer: type) -> Any:
+        if isinstance(request, protocol.GetChanges) and not moving.is_set():
+            if (folder / "same").exists():
+                sync.nodes[1].files, trainer.files = Files(sync.nodes[1].files), {}
+            pass_.wait(20)
+        return second(request, answer)
+
+    master.converse, trainer.converse = after, before
+    sync = synced(master=master, trainer=trainer)
+    assert moving.wait(20) and sync.catch_up(20)
+    assert (folder / "same").read_bytes() == b"master"
+
+
 def test_files_that_are_written_without_end_must_not_hold_up_a_round(folder, synced):
     """As by a process that a job has left."""
     node, number = FakeNode(), itertools.count()
