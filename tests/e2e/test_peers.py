@@ -58,7 +58,7 @@ def test_a_timeout_must_be_blamed_on_the_worker_that_kept_the_others_waiting(rea
 
 @pytest.mark.slow
 def test_a_hang_must_be_reported_with_the_missing_rank_and_its_stack(ready, engine):
-    job = Background(ready, engine, "--set", "hang_after=3s", "--", "sums.py", "30", "sleeps")
+    job = Background(ready, engine, "--set", "hang_after=8s", "--", "sums.py", "30", "sleeps")
     assert job.end() == 0, job.err
     assert job.causes() == [(1, "hang")], job.err
     summary = ready.report()["failures"][0]["summary"]
@@ -70,7 +70,7 @@ def test_a_hang_must_be_reported_with_the_missing_rank_and_its_stack(ready, engi
 
 @pytest.mark.slow
 def test_a_frozen_worker_must_be_named(ready, engine):
-    job = Background(ready, engine, "--set", "hang_after=3s", "--", "sums.py", "100")
+    job = Background(ready, engine, "--set", "hang_after=8s", "--", "sums.py", "100")
     eventually(lambda: job.has(1, "step 3\n"))
     job.kill_worker(1, signal.SIGSTOP)
     assert job.end() == 0, job.err

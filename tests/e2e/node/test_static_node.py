@@ -93,16 +93,13 @@ def test_a_signal_must_reach_the_script_which_may_choose_its_exit_code(tmp_path,
 def test_sigterm_must_reach_only_the_script_and_not_its_child_processes(tmp_path):
     code = (
         "import os, signal\n"
-        "def end(number, _): os._exit(number)\n"
-        "for number in (15, 23): signal.signal(number, end)\n"
-        "pid = os.fork()\n"
-        "if pid:\n"
-        "    def save(*_):\n"
-        "        os.kill(pid, 23)\n"
-        "        os._exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))\n"
-        "    signal.signal(15, save)\n"
-        "    print('ready')\n"
-        "while True: signal.pause()\n"
+        "signal.pthread_sigmask(signal.SIG_BLOCK, {15, 23})\n"
+        "if not (pid := os.fork()):\n"
+        "    os._exit(signal.sigwait({15, 23}))\n"
+        "print('ready')\n"
+        "signal.sigwait({15})\n"
+        "os.kill(pid, 23)\n"
+        "os._exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))\n"
     )
     node = start_node(tmp_path, code)
     eventually(lambda: b"ready" in log(tmp_path))
