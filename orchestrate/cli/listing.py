@@ -87,10 +87,10 @@ def ended_at(paths: JobPaths) -> float:
 
 def _supervised(paths: JobPaths, state: str) -> Iterator[Listed]:
     with contextlib.suppress(UsageError):  # its files are unreadable
-        plan = store.load(paths)[1]
+        spec, plan = store.load(paths)
         nodes = len(plan.nodes) if plan.placement.cluster else 0
         facts = (plan.job_id, plan.engine, nodes, state, paths.root, created_at(paths))
-        yield Listed(*facts, metrics=_metrics(paths))
+        yield Listed(*facts, metrics=spec.mask().inside(_metrics(paths)))
 
 
 def _metrics(paths: JobPaths) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from orchestrate.files.paths import LOGS, JobPaths, log
 from orchestrate.node.trees import data
 
 TAIL = 1 << 16  # bytes read at the end of a log
+MAX_BAR = 1 << 12  # bytes at the end of an unterminated line in which a progress bar is looked for
 NOISE = re.compile(  # what torch's C++ code prints after an error
     r"(?:\[rank\d+\]: ?)?(?:frame #\d+: .*\(0x[0-9a-f]+|Exception raised from .* \(most recent call first\):$"
     r"|CUDA kernel errors might be asynchronously |For debugging consider passing CUDA_LAUNCH_BLOCKING"
@@ -104,7 +105,7 @@ class Follower:
 
     def bars(self) -> dict[int, str]:
         """The progress bars of workers, by rank: unterminated lines with a carriage return."""
-        partial = {rank: self.read[rank].partial for rank in self.ranks}
+        partial = {rank: self.read[rank].partial[-MAX_BAR:] for rank in self.ranks}
         return {rank: self.hide(clean(text)) for rank, text in partial.items() if b"\r" in text}
 
     def offsets(self) -> dict[int, int]:

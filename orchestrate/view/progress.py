@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import logging
 import math
 import re
@@ -31,6 +30,9 @@ EPOCH_OF = re.compile(r"\bepoch\W{0,3}([0-9]{1,9})\b")  # before a bar
 # A dict without nested values, which Python's parser can take long for, at the end of a line.
 FLAT = re.compile(r"^([^{}]{0,60}?)(\{[^(\[{}]*\})\s*$")
 WRAPPED = re.compile(r"\b(?:np\.\w{1,20}|tensor)\(([^(),]{1,40})[^()]{0,80}\)")  # numbers of NumPy and torch
+# Of a dict with numbers or their text: its name, in either kind of quotes, and its value.
+ENTRY = re.compile(r"""\s*(?:'((?:[^'\\]|\\.)*)'|"((?:[^"\\]|\\.)*)")\s*:\s*['"]?([^'",\s}]+)['"]?\s*(?:,|(?=}))""")
+SWITCHES = {"True": "1", "False": "0"}
 PAIR = re.compile(rf"\b([A-Za-z][\w./@]{{0,40}}) ?[=: ] ?(-?{NUMBER})(?![\w.%])")  # after a bar
 # In text: `loss: 0.5`, `Val Acc 88.2%`, `Accuracy: 9838/10000 (98%)`, `| test_acc │ 0.9 |` of a table.
 VALUE = re.compile(
@@ -239,15 +241,14 @@ def _seconds(clock: str) -> float:
 
 def _of_dict(line: str) -> dict[str, float]:
     """Parse a dict as Hugging Face's Trainer prints it: `{'loss': 1.2, 'epoch': 0.5}`, with numbers or their text."""
-    try:
-        values = ast.literal_eval(line)
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
-        return {}
-    found = {}
-    for name, value in values.items() if isinstance(values, dict) else ():
+    found, at = {}, 1
+    while entry := ENTRY.match(line, at):  # Python's parser would keep each new name for ever, in 3.12 and 3.13
+        name, at = (entry[1] or entry[2] or "")[:40], entry.end()
         try:
-            if (text := str(name)[:40]).isprintable():  # an escape sequence could be written as text
-                found[text.lower()] = float(value)
-        except (TypeError, ValueError, OverflowError):
+            if name.isprintable() and "\\" not in name:  # an escape sequence could be written as text
+                found[name.lower()] = value = float(SWITCHES.get(entry[3], entry[3]))
+                if math.isinf(value) and entry[3][-1].isdecimal():  # too large
+                    return {}
+        except ValueError:
             return {}
-    return found
+    return found if line[at:].strip() == "}" else {}
