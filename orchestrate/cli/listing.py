@@ -21,6 +21,7 @@ from orchestrate.files.lines import last
 from orchestrate.files.paths import METRICS, JobPaths
 from orchestrate.job import metrics, owners, store
 from orchestrate.job.limits import format_bytes
+from orchestrate.job.spec import JobSpec
 
 TAIL = 64 << 10  # last bytes of metrics.jsonl that are read
 
@@ -90,16 +91,18 @@ def _supervised(paths: JobPaths, state: str) -> Iterator[Listed]:
         spec, plan = store.load(paths)
         nodes = len(plan.nodes) if plan.placement.cluster else 0
         facts = (plan.job_id, plan.engine, nodes, state, paths.root, created_at(paths))
-        yield Listed(*facts, metrics=spec.mask().inside(_metrics(paths)))
+        yield Listed(*facts, metrics=_metrics(paths, spec))
 
 
-def _metrics(paths: JobPaths) -> dict[str, Any]:
-    """Return the last metrics that the script of a running job has written."""
+def _metrics(paths: JobPaths, spec: JobSpec | None = None) -> dict[str, Any]:
+    """Return the last metrics that the script of a running job has written, without secrets."""
     found: dict[str, Any] = {}
     with contextlib.suppress(OSError), paths.folder.open(METRICS) as file:
         for row in metrics.fold(line for line in last(file, TAIL) if line):
             found |= metrics.shown(row)
-    return found
+    with contextlib.suppress(UsageError):
+        return {**(spec or store.load(paths)[0]).mask().inside(found)} if found else {}
+    return {}
 
 
 def _of_cluster(state: JobState, engine: Engine, busy: object) -> str:

@@ -98,9 +98,11 @@ def test_ps_must_show_no_secret_among_the_metrics_of_a_running_job(do, jobs):
     paths = create(JobPaths(jobs / "secret-1"), dataclasses.replace(SPEC, env={"API_KEY": "canary-7c1"}))
     (paths.shared / "metrics.jsonl").write_text('{"loss": 1, "config": "canary-7c1", "canary-7c1": 2}\n')
     with supervised(jobs / "secret-1"):
-        for form in ("--json", "--all"):
-            _, out, err = do("ps", form)
-            assert "canary" not in f"{out} {err}" and "loss" in str(out)
+        for states in ([], [runs_elsewhere(paths.root, "secret-1")]):  # before and after its nodes start
+            do.engine.states = states
+            for form in ("--json", "--all"):
+                _, out, err = do("ps", form)
+                assert "canary" not in f"{out} {err}" and "loss" in str(out)
 
 
 def test_prune_must_remove_only_jobs_that_ended_before_and_left_nothing(do, jobs):
