@@ -105,7 +105,7 @@ class Follower:
 
     def bars(self) -> dict[int, str]:
         """The progress bars of workers, by rank: unterminated lines with a carriage return."""
-        partial = {rank: self.read[rank].partial[-MAX_BAR:] for rank in self.ranks}
+        partial = {rank: _end(self.read[rank].partial) for rank in self.ranks}
         return {rank: self.hide(clean(text)) for rank, text in partial.items() if b"\r" in text}
 
     def offsets(self) -> dict[int, int]:
@@ -117,6 +117,14 @@ class Follower:
         with contextlib.suppress(OSError), self.paths.folder.opened(LOGS) as folder:
             for rank in self.ranks:
                 yield rank, folder
+
+
+def _end(line: bytes) -> bytes:
+    """Return the end of a long line, from a carriage return on, so that no secret is cut."""
+    if len(line) <= MAX_BAR:
+        return line
+    at = line.find(b"\r", -MAX_BAR)
+    return line[at:] if at >= 0 else b""
 
 
 def _name(rank: int) -> str:

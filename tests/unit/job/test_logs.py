@@ -3,7 +3,7 @@
 import pytest
 
 from orchestrate.files.paths import JobPaths
-from orchestrate.job.logs import Follower, clean, last_lines, tail
+from orchestrate.job.logs import MAX_BAR, Follower, clean, last_lines, tail
 
 
 def read(follower: Follower, end: bool = False) -> list[str]:
@@ -265,6 +265,12 @@ def test_an_overwritten_line_must_be_shown_as_progress(paths):
     with paths.log(1).open("ab") as file:
         file.write(b"100%\n")
     assert read(follower) == ["1 100%"] and follower.bars() == {}
+
+
+def test_a_secret_must_be_hidden_wherever_the_end_of_a_long_line_begins(paths):
+    paths.log(0).write_bytes(b"x\r" + b"hunter2".rjust(9000) + b"y" * (MAX_BAR - 4) + b"\r")
+    follower = Follower(paths, [0], hide=lambda text: text.replace("hunter2", "***"))
+    assert read(follower) == [] and not any("r2" in text for text in follower.bars().values())
 
 
 def test_secrets_must_be_hidden_in_lines_that_are_not_complete_too(paths):
