@@ -228,7 +228,7 @@ class Mirror:
             self.store.create(manifests.manifest_key(sequence), text)
             self._adopt(sequence)
         self._uploaded.clear()
-        self._delete(self._objects or ())
+        self._delete(self._objects or (), self._sequences - {manifest.sequence for manifest in self._kept})
 
     def _is_newest(self, entries: tuple[Entry, ...]) -> bool:
         return self._newest is not None and self._newest.files == entries
@@ -246,19 +246,23 @@ class Mirror:
         self._before, self._newest = self._newest, manifest
         self._update(committed=manifest.time)
 
-    def _delete(self, keys: Iterable[str]) -> None:
-        """Delete all manifests but the newest and, in case that one is damaged, the one before; then unnamed `keys`.
+    @property
+    def _kept(self) -> list[Manifest]:
+        """The newest manifest and, in case that one is damaged, the one before."""
+        return [manifest for manifest in (self._newest, self._before) if manifest]
+
+    def _delete(self, keys: Iterable[str], sequences: Iterable[int] = ()) -> None:
+        """Delete manifests, and those of `keys` that no kept one names.
 
         These are what this process has listed or uploaded: another writer's new files are not its own to judge.
         """
         assert self._objects is not None
-        kept = [manifest for manifest in (self._newest, self._before) if manifest]
-        named = {entry.key for manifest in kept for entry in manifest.files}
+        named = {entry.key for manifest in self._kept for entry in manifest.files}
         self._unwanted |= {*keys} - named
         for key in self._unwanted - named:
             self._objects.pop(key, None)  # first: if the answer is lost, it may be gone
         try:
-            for sequence in sorted(self._sequences - {manifest.sequence for manifest in kept}):
+            for sequence in sorted(sequences):
                 self.store.delete([manifests.manifest_key(sequence)])
                 self._sequences.remove(sequence)
             for key in [*self._unwanted]:

@@ -236,8 +236,10 @@ def test_a_file_that_changes_while_it_is_copied_must_be_copied_again(store, save
 def test_what_failed_rounds_have_uploaded_must_not_pile_up(tmp_path, saved, elsewhere):
     """A job can change a file during each round, so that none of them comes to its end."""
     store = open_store(f"file://{tmp_path}/store")
-    saved.write("a", b"first")
-    mirror = saved.copy(store)
+    for text in (b"first", b"second"):
+        saved.write("a", text)
+        saved.copy(store)
+    mirror = saved.mirror(store)
     for number in range(12):
         saved.write("a", os.urandom(20)), saved.write(f"name-{number}", b"x" * (number + 1))
         saved.write("bad", b"y" * (number + 1))
@@ -245,6 +247,7 @@ def test_what_failed_rounds_have_uploaded_must_not_pile_up(tmp_path, saved, else
             mirror.sync(lambda: saved.write("bad", os.urandom(9)) is None, final=True)
         (saved.path / f"name-{number}").unlink()
     assert len([*store.list("files")]) < 6
+    assert contents(store).sequences == {1, 2}  # the one before the newest is still there, in case that is damaged
     assert mirror.sync(never, final=True)
     assert fetched(store, elsewhere) == saved.files()
 
