@@ -159,8 +159,8 @@ def content(path: str | Path, folder: int | None = None) -> str:
 
     Raises ValueError if it is not text.
     """
-    with regular(path, folder) as file:  # memory is taken in advance for what is asked for
-        read = file.read(min(os.fstat(file.fileno()).st_size, MAX_FILE) + 1)
+    with regular(path, folder) as file:
+        read = file.read(MAX_FILE + 1)
     if len(read) > MAX_FILE:
         raise OSError(errno.EFBIG, f"larger than {MAX_FILE >> 20} MiB", str(path))
     return read.decode()
