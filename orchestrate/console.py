@@ -77,6 +77,11 @@ def clean(text: str, colors: bool = False) -> str:
     return text if text.isascii() else _INVISIBLE.sub("", text)
 
 
+def shortened(text: str, most: int) -> str:
+    """The text, or its beginning with an ellipsis if it has more than `most` characters."""
+    return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
 def colors(stream: TextIO | None) -> bool:
     """Whether a stream shows colors: a terminal that can, unless `NO_COLOR` is set (no-color.org)."""
     return _terminal(stream) and not os.environ.get("NO_COLOR")

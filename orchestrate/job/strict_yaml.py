@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from orchestrate.console import shortened
 from orchestrate.errors import UsageError
 from orchestrate.files.folder import regular
 
@@ -88,8 +89,7 @@ def _as_text(node: Any) -> None:
 
 def shown(value: object) -> str:
     """Format a value for an error message: on one line, and truncated if it is long."""
-    text = repr(value)
-    return text if len(text) <= 100 else f"{text[:99]}…"
+    return shortened(repr(value), 100)
 
 
 def parse(

@@ -14,6 +14,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from orchestrate import __version__
+from orchestrate.console import shortened
 from orchestrate.errors import OrchestrateError
 from orchestrate.files.folder import write_whole
 from orchestrate.files.paths import JobPaths
@@ -109,7 +110,7 @@ def _differing(each: Sequence[dict[str, str]]) -> list[tuple[str, list[str], boo
 
 def _value(value: Any) -> str:
     text = f"{value:.5g}" if isinstance(value, float) else json.dumps(value) if type(value) is not str else value
-    return text if len(text) <= MAX_VALUE else f"{text[: MAX_VALUE - 1]}…"
+    return shortened(text, MAX_VALUE)
 
 
 def duration(seconds: float) -> str:

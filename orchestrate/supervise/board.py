@@ -70,7 +70,9 @@ class Board:
     def heard(self, found: Progress) -> None:
         """Take what a line of rank 0 says about its progress."""
         if self.works and found.metrics and self.queue.qsize() < MAX_QUEUED:
-            self.queue.put(replace(found, metrics=dict(islice(found.metrics.items(), MAX_NAMES))))
+            if len(found.metrics) > MAX_NAMES:
+                found = replace(found, metrics=dict(islice(found.metrics.items(), MAX_NAMES)))
+            self.queue.put(found)
 
     def _run(self) -> None:
         ended = False

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from orchestrate.console import shortened
 from orchestrate.files.folder import Folder, content, write_whole
 from orchestrate.files.lines import Lines, last
 from orchestrate.files.paths import CHECKPOINTS, LOGS, METRICS, WORK, JobPaths
@@ -57,8 +58,7 @@ class JobFiles:
 
     def last_lines(self, rank: int, count: int = LAST_LINES) -> list[str]:
         """Return the last lines of a worker in this generation, truncated, since events store them permanently."""
-        lines = logs.last_lines(self.text(rank), self.generation, count)
-        return [line if len(line) <= MAX_WIDTH else f"{line[: MAX_WIDTH - 1]}…" for line in lines]
+        return [shortened(line, MAX_WIDTH) for line in logs.last_lines(self.text(rank), self.generation, count)]
 
     def text(self, rank: int) -> str:
         """Return the end of a worker's log."""

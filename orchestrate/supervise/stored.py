@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from orchestrate.console import during, phase
+from orchestrate.console import during, phase, shortened
 from orchestrate.errors import OrchestrateError, StorageConflict, StorageError
 from orchestrate.files.paths import CHECKPOINTS, JobPaths
 from orchestrate.job import events
@@ -88,7 +88,7 @@ class Stored(Stores):
                 store.put(f"{paths.root.name}/{RECORD}/{path.name}", text.encode(errors="surrogateescape"))
 
     def _warn(self, text: str) -> None:
-        text = text if len(text) <= MAX_WARNING else f"{text[: MAX_WARNING - 1]}…"
+        text = shortened(text, MAX_WARNING)
         if text not in self.warned and len(self.warned) < MAX_WARNINGS:
             self.warned.add(text)
             self.emit(events.WarningIssued(text))

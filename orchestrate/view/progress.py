@@ -27,11 +27,11 @@ BAR = re.compile(
 # rich, as Lightning sets it up: `Epoch 3/9 ━━━━━━ 12/27 0:00:01 • 0:00:02 7.41it/s loss: 0.1`
 RICH = re.compile(rf"━\s+{COUNT}/{COUNT}\s+{CLOCK}\s+•\s+(?:{CLOCK}|-:--:--)(?:\s+({NUMBER})()it(/s))?\s*(.{{0,500}})")
 EPOCH_OF = re.compile(r"\bepoch\W{0,3}([0-9]{1,9})\b")  # before a bar
-# A dict without nested values, which Python's parser can take long for, at the end of a line.
+# A dict without nested values, at the end of a line.
 FLAT = re.compile(r"^([^{}]{0,60}?)(\{[^(\[{}]*\})\s*$")
 WRAPPED = re.compile(r"\b(?:np\.\w{1,20}|tensor)\(([^(),]{1,40})[^()]{0,80}\)")  # numbers of NumPy and torch
-# Of a dict with numbers or their text: its name, in either kind of quotes, and its value.
-ENTRY = re.compile(r"""\s*(?:'((?:[^'\\]|\\.)*)'|"((?:[^"\\]|\\.)*)")\s*:\s*['"]?([^'",\s}]+)['"]?\s*(?:,|(?=}))""")
+# Of such a dict, a name, and a number or its text.
+ENTRY = re.compile(r"""\s*(['"])((?:(?!\1)[^\\]|\\.)*)\1\s*:\s*(['"]?)([^'",\s}]+)\3\s*(?:,|(?=}))""")
 SWITCHES = {"True": "1", "False": "0"}
 PAIR = re.compile(rf"\b([A-Za-z][\w./@]{{0,40}}) ?[=: ] ?(-?{NUMBER})(?![\w.%])")  # after a bar
 # In text: `loss: 0.5`, `Val Acc 88.2%`, `Accuracy: 9838/10000 (98%)`, `| test_acc │ 0.9 |` of a table.
@@ -243,12 +243,10 @@ def _of_dict(line: str) -> dict[str, float]:
     """Parse a dict as Hugging Face's Trainer prints it: `{'loss': 1.2, 'epoch': 0.5}`, with numbers or their text."""
     found, at = {}, 1
     while entry := ENTRY.match(line, at):  # Python's parser would keep each new name for ever, in 3.12 and 3.13
-        name, at = (entry[1] or entry[2] or "")[:40], entry.end()
+        name, value, at = entry[2][:40], SWITCHES.get(entry[4], entry[4]), entry.end()
         try:
             if name.isprintable() and "\\" not in name:  # an escape sequence could be written as text
-                found[name.lower()] = value = float(SWITCHES.get(entry[3], entry[3]))
-                if math.isinf(value) and entry[3][-1].isdecimal():  # too large
-                    return {}
-        except ValueError:
+                found[name.lower()] = float(int(value) if value.lstrip("-").isdecimal() else value)
+        except (ValueError, OverflowError):
             return {}
     return found if line[at:].strip() == "}" else {}

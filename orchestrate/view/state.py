@@ -93,7 +93,7 @@ def _latest(old: dict[str, float], new: dict[str, float]) -> dict[str, float]:
     if not new:
         return old
     found = {**old, **new}
-    return dict(islice(found.items(), max(0, len(found) - MAX_NAMES), None))
+    return found if len(found) <= MAX_NAMES else dict(islice(found.items(), len(found) - MAX_NAMES, None))
 
 
 class Work:

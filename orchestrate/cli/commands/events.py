@@ -11,7 +11,7 @@ from typing import Any
 from orchestrate import errors
 from orchestrate.cli import find, options, waiting
 from orchestrate.cli.parser import Parser
-from orchestrate.console import out, print_message
+from orchestrate.console import out, print_message, shortened
 from orchestrate.files import records
 from orchestrate.job import events, report, store
 from orchestrate.job.events import Event
@@ -54,5 +54,4 @@ def _values(values: dict[str, Any]) -> Iterator[str]:
             continue
         value = value["summary"] if isinstance(value, dict) and "summary" in value else value
         text = ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
-        text = text if len(text) <= MAX_VALUE else f"{text[: MAX_VALUE - 1]}…"
-        yield f"{key.replace('_', ' ')} {text}"
+        yield f"{key.replace('_', ' ')} {shortened(text, MAX_VALUE)}"

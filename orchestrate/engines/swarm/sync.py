@@ -61,6 +61,12 @@ class _Node:
     heard: bool = False  # whether it answered in the last round
     trouble: str = ""  # the error, if not
 
+    def drop(self) -> None:
+        """Give up the file that is being fetched."""
+        if self.fetching:
+            self.fetching.drop()
+        self.fetching = None
+
 
 class FileSync:
     """Copies the files of a job in the background while it runs."""
@@ -204,10 +210,8 @@ class FileSync:
     def _disconnect(self, node: _Node) -> None:
         if node.link:
             node.link.close()
-        if node.fetching:
-            node.fetching.drop()
-        node.link = node.fetching = None
-        node.heard = False
+        node.drop()
+        node.link, node.heard = None, False
 
     def _size(self, path: str) -> int:
         try:
@@ -245,10 +249,9 @@ class FileSync:
                         node.files[path] = facts
         due = node.due = set(wanted) if node.due is None else node.due & wanted.keys()
         if node.fetching and wanted.get(node.fetching.path) != node.fetching.told:  # changed or removed meanwhile
-            node.fetching.drop()
-            node.fetching = None
+            node.drop()
         if node.fetching:
-            wanted.pop(node.fetching.path, None)
+            del wanted[node.fetching.path]
         last_first = sorted(wanted, key=lambda path: (path not in due, wanted[path][1]), reverse=True)
         until = self.clock.monotonic() + MAX_TURN
         while (node.fetching or last_first) and self.clock.monotonic() < until and not self.closing:
@@ -266,9 +269,7 @@ class FileSync:
                 node.failed[path] = files.get(path, []), self.clock.monotonic()
                 self.errors[path] = error.with_traceback(None)  # a traceback would keep the piece in memory
             due.discard(path)
-            if node.fetching:
-                node.fetching.drop()
-            node.fetching = None
+            node.drop()
         return bool(node.fetching or last_first)
 
     def _fetch_piece(self, node: _Node, fetch: Fetch) -> bool:
