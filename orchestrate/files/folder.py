@@ -160,7 +160,10 @@ def content(path: str | Path, folder: int | None = None) -> str:
     Raises ValueError if it is not text.
     """
     with regular(path, folder) as file:
-        read = file.read(MAX_FILE + 1)
+        size = min(os.fstat(file.fileno()).st_size, MAX_FILE)
+        read = file.read(size + 1)  # Python takes memory for all that it is asked for
+        if len(read) > size:  # it has grown
+            read += file.read(MAX_FILE + 1 - len(read))
     if len(read) > MAX_FILE:
         raise OSError(errno.EFBIG, f"larger than {MAX_FILE >> 20} MiB", str(path))
     return read.decode()
