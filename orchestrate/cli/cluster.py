@@ -71,9 +71,13 @@ class Cluster:
             reasons.append(f"its nodes run as user {owner.st_uid}, the job needs {user[0]}")
         if user_job := self.user():
             reasons.append(f"it is in use by {user_job}")
-        elif left := [paths for paths in self.jobs() if not store.ended(paths)]:  # its workers may still run
-            name = left[0].root.name
-            reasons.append(f"it is in use by {name}, which has no supervisor: attach to it or stop it")
+        elif jobs := self.jobs():
+            running = [paths for paths in jobs if not store.ended(paths)]  # its workers may still run
+            reasons.append(
+                f"it is in use by {running[0].root.name}, which has no supervisor: attach to it or stop it"
+                if running
+                else f"it still has the files of {jobs[0].root.name}, which `down` moves out of it"
+            )
         return reasons
 
     def user(self) -> str:
@@ -173,7 +177,7 @@ def remove_kept(engine: Engine, runs: Path) -> None:
 def take_down(engine: Engine, cluster: Cluster, grace: float) -> None:
     """Remove a cluster's nodes and files; job files are kept.
 
-    Raises OrchestrateError if a job has replaced its folder by something else.
+    Raises OrchestrateError if a job has replaced its folder by something else, or if a folder cannot be moved.
     """
     engine.remove(cluster.name, grace)
     lost = ""
@@ -181,6 +185,11 @@ def take_down(engine: Engine, cluster: Cluster, grace: float) -> None:
         try:
             store.move_from_cluster(paths)
         except OSError as error:
+            if paths.cluster:  # they are still in its folder
+                raise OrchestrateError(
+                    f"cannot move {paths.folder.path} to {paths.root}: {error.strerror}",
+                    f"check who owns it; then: python -m orchestrate down {cluster.name}",
+                ) from None
             lost = lost or f"the files of {paths.root.name} are lost: {error.strerror}"
     store.remove(cluster.paths)
     if lost:

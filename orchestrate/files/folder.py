@@ -225,6 +225,7 @@ def renew(path: Path, mode: int) -> None:
 
     Otherwise, what one job sets would apply to files of the next one. Raises OSError.
     """
+    grant_access(str(path))
     with Folder(path.parent, path.name).opened() as folder:
         if sys.platform == "linux":
             for name in os.listxattr(folder):
@@ -260,7 +261,7 @@ def walk_in(name: str, parent: int) -> Iterator[tuple[str, list[str], list[str],
                 folders = [each.name for each in batch if each.is_dir(follow_symlinks=False)]
                 names = [each.name for each in batch if not each.is_dir(follow_symlinks=False)]
                 for inner in [*folders]:
-                    _grant_access(inner, folder)
+                    grant_access(inner, folder)
                     if inner.startswith(unique):  # walked below
                         folders.remove(inner)
                     elif depth == MAX_DEPTH:
@@ -278,7 +279,7 @@ def walk_in(name: str, parent: int) -> Iterator[tuple[str, list[str], list[str],
             stack.callback(os.close, descriptor)
             yield from below(root, descriptor, depth)
 
-    _grant_access(name, parent)
+    grant_access(name, parent)
     top = os.open(name, FOLDER, dir_fd=parent)
     try:
         yield from below(".", top, 0)
@@ -289,8 +290,8 @@ def walk_in(name: str, parent: int) -> Iterator[tuple[str, list[str], list[str],
         os.close(top)
 
 
-def _grant_access(name: str, folder: int) -> None:
-    """Give the owner of a folder the right to read, write and enter it."""
+def grant_access(name: str, folder: int | None = None) -> None:
+    """Give the owner of a folder the right to read, write and enter it, if that is possible."""
     with contextlib.suppress(OSError):
         status = os.stat(name, dir_fd=folder, follow_symlinks=False)
         if stat.S_ISDIR(status.st_mode) and status.st_mode & 0o700 != 0o700:

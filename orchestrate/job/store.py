@@ -76,36 +76,40 @@ def create(spec: JobSpec, plan: Plan, paths: JobPaths) -> None:
 
 def on_cluster(runs: Path, cluster: str) -> list[JobPaths]:
     """The jobs whose files are in the folder of a cluster."""
-    found = [JobPaths(link.parent) for link in sorted(runs.glob(f"*/{JOB}"))]
-    return [paths for paths in found if paths.cluster == cluster]
+    return [paths for run in sorted(runs.glob("*")) if (paths := JobPaths(run)).cluster == cluster]
 
 
 def move_from_cluster(paths: JobPaths) -> None:
     """Move the files of a job from its cluster's folder to its run directory, where they replace a link.
 
     They are moved before they are checked, since nodes cannot reach the new place: a node may have replaced them.
-    Raises OSError.
+    Raises OSError; if they could not be moved, they are still where they were, and the link is kept.
     """
-    cluster, there = paths.cluster, paths.folder.path
+    cluster, there, moved = paths.cluster, paths.folder.path, paths.root / f".{JOB}"
     if not cluster:
         return
     if why := owners.foreign(paths.root):
         raise OSError(errno.EPERM, f"{paths.root} is not one of your run directories: {why}")
     if not records.find(paths.root):
         raise OSError(errno.EPERM, f"{paths.root} has no record: {records.FOREIGN}")
-    paths.shared.unlink()
+    folder.renew(there.parent, 0o755)  # a job can have taken our rights to it, and to its own folder
+    folder.grant_access(str(there))
+    lost = None
     try:
-        there.rename(paths.shared)
-    except FileNotFoundError:  # a node has moved it away
-        paths.shared.mkdir()
-        raise
-    finally:
-        others = {other.root.name for other in on_cluster(paths.root.parent, cluster)}
-        clear(str(there.parent), keep=others)  # what the job has created next to its folder
-        folder.renew(there.parent, 0o755)
-    if paths.shared.is_symlink() or not paths.shared.is_dir():
-        paths.shared.unlink()
-        raise OSError(errno.ENOTDIR, "the nodes have replaced the job's folder")
+        if not os.path.lexists(moved):  # else this was interrupted before
+            there.rename(moved)
+        if moved.is_symlink() or not moved.is_dir():
+            moved.unlink()
+            raise OSError(errno.ENOTDIR, "the nodes have replaced the job's folder")
+    except (FileNotFoundError, NotADirectoryError) as error:  # the former: a node has moved it away
+        lost = error
+        moved.mkdir()
+    paths.shared.unlink()
+    moved.rename(paths.shared)
+    others = {other.root.name for other in on_cluster(paths.root.parent, cluster)}
+    clear(str(there.parent), keep=others)  # what the job has created next to its folder
+    if lost:
+        raise lost
 
 
 def remove(paths: JobPaths) -> None:

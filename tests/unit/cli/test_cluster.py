@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from support.commanded import Whole, create, end, supervised
 from support.methods import raising
+from support.other_user import as_user, folder_of_user
 from support.plans import HERE, Site, plan
 
 from orchestrate.cli import cluster
@@ -24,6 +25,15 @@ GPUS = HERE.but(gpus=tuple(f"GPU-{number}" for number in range(6)))
 
 def new_cluster(tmp_path: Path, spec: JobSpec = SPEC, site: Site = GPUS) -> cluster.Cluster:
     return cluster.Cluster(JobPaths(tmp_path / "c-1"), spec, plan(spec, site, "c-1", 0))
+
+
+def with_job(runs: Path) -> tuple[cluster.Cluster, JobPaths]:
+    """A new cluster, and a job on it that has written to its log."""
+    one = new_cluster(runs)
+    create(one.paths, cluster="c-1")
+    mine = create(JobPaths(runs / "a-1"), cluster="c-1")
+    mine.log(0).write_text("mine")
+    return one, mine
 
 
 def differences(one: cluster.Cluster, site: Site = GPUS, **wanted) -> list[str]:
@@ -135,7 +145,9 @@ def test_a_cluster_with_an_unfinished_job_must_not_be_given_to_another_job(tmp_p
     create(one.paths, cluster="c-1")
     unfinished = create(JobPaths(tmp_path / "a-1"), cluster="c-1")
     assert differences(one) == ["it is in use by a-1, which has no supervisor: attach to it or stop it"]
-    end(unfinished)
+    end(unfinished)  # its supervisor was killed before it moved the files
+    assert differences(one) == ["it still has the files of a-1, which `down` moves out of it"]
+    store.move_from_cluster(unfinished)
     assert differences(one) == []
 
 
@@ -295,3 +307,51 @@ def test_a_folder_that_a_job_has_moved_must_not_be_left_for_the_next_job(tmp_pat
     with pytest.raises(FileNotFoundError):
         store.move_from_cluster(mine)
     assert [*one.paths.nodes.iterdir()] == [] and mine.shared.is_dir() and not mine.shared.is_symlink()
+
+
+def test_down_must_move_the_files_of_a_job_that_took_our_rights_to_its_folder(monkeypatch):
+    with folder_of_user() as top:
+        monkeypatch.setenv("XDG_STATE_HOME", str(top / "state"))
+
+        def down() -> None:
+            one, mine = with_job(top / "runs")
+            mine.folder.path.chmod(0)
+            one.paths.nodes.chmod(0)
+            cluster.take_down(Whole(), one, 7.0)
+            assert mine.log(0).read_text() == "mine" and not mine.shared.is_symlink()
+            assert not one.paths.root.exists()
+
+        as_user(down)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="must be root to give a folder to another user")
+def test_files_that_cannot_be_moved_must_stay_with_their_cluster(monkeypatch):
+    """As those of a job in a container that has given its folder to another user."""
+    with folder_of_user() as top:
+        monkeypatch.setenv("XDG_STATE_HOME", str(top / "state"))
+        as_user(lambda: with_job(top / "runs"))
+        one, mine = new_cluster(top / "runs"), JobPaths(top / "runs" / "a-1")
+        there = mine.folder.path
+        os.chown(there, 0, 0)
+
+        def down() -> None:
+            with pytest.raises(OSError, match="Permission denied"):
+                store.move_from_cluster(mine)
+            with pytest.raises(
+                OrchestrateError, match=f"cannot move {there} to {mine.root}: Permission denied"
+            ) as error:
+                cluster.take_down(Whole(), one, 7.0)
+            assert "down c-1" in error.value.hint
+            assert mine.log(0).read_text() == "mine" and one.jobs() == [mine]
+
+        as_user(down)
+        os.chown(there, one.paths.root.stat().st_uid, -1)
+        as_user(lambda: cluster.take_down(Whole(), one, 7.0))
+        assert mine.log(0).read_text() == "mine" and not mine.shared.is_symlink() and not one.paths.root.exists()
+
+
+def test_a_move_that_was_interrupted_must_be_completed(tmp_path):
+    _, mine = with_job(tmp_path)
+    mine.folder.path.rename(mine.root / ".job")
+    store.move_from_cluster(mine)
+    assert mine.log(0).read_text() == "mine" and not mine.shared.is_symlink()
