@@ -15,8 +15,11 @@ from typing import Any
 
 MAX_SECONDS = 2.0  # for all searches of one decision
 MIN_SECONDS = 0.1  # that must be left to start a search
-MAX_REPEATS = 10_000  # `regex` takes memory and time for each repetition when it compiles `x{1000}`
-REPEATS = re.compile(r"\{\s*([0-9]+)")
+# `regex` copies what is repeated when it compiles `(?:x{90}){90}`, and up to 1 KiB of memory is used for each of the
+# characters then. All patterns of a key together may have as many as this; `size` never counts too few.
+MAX_SIZE = 200_000
+ONE = re.compile(r"[\w.\]]\{\s*([0-9]+)")  # a character or a set, repeated
+REPEATED = re.compile(r"(?<![\w.\]])(?:\{\s*([0-9]+)|\+)")  # a group, or anything else, repeated
 LIMIT = f"the limit for all rules together is {MAX_SECONDS:g} s"
 
 
@@ -64,20 +67,31 @@ def compiled(pattern: str) -> Any:
     """Compile a regular expression in the syntax of `re`; raises ValueError if it is invalid or repeats too often."""
     import regex  # only here: it takes time to import
 
-    if math.prod(max(1, int(count)) for count in REPEATS.findall(pattern)) > MAX_REPEATS:
-        raise ValueError(f"its repetitions multiply to more than {MAX_REPEATS:,}")
+    _check([pattern])
     try:
         return regex.compile(pattern, regex.VERSION0)
     except (regex.error, RecursionError, OverflowError, MemoryError) as error:
         raise ValueError(str(error) or type(error).__name__) from None
 
 
+def size(pattern: str) -> int:
+    """Return how many characters a pattern has at most, with its repetitions written out."""
+    characters = len(pattern) + sum(int(count) for count in ONE.findall(pattern))
+    return characters * math.prod(int(count or 1) + 1 for count in REPEATED.findall(pattern))
+
+
+def _check(patterns: Collection[str]) -> None:
+    if sum(map(size, patterns)) > MAX_SIZE:
+        raise ValueError(f"with repetitions written out, its patterns have more than {MAX_SIZE:,} characters")
+
+
 def flaw(patterns: tuple[str, ...], groups: int = 0) -> str:
     """Why patterns cannot be used: one is invalid or has fewer groups; empty if all can be used."""
-    for pattern in patterns:
-        try:
+    try:
+        _check(patterns)
+        for pattern in patterns:
             if compiled(pattern).groups < groups:
                 return f"{pattern} has no group"
-        except ValueError as error:
-            return str(error)
+    except ValueError as error:
+        return str(error)
     return ""

@@ -130,16 +130,50 @@ def test_the_size_of_rules_must_be_limited(rules, reason):
     resolve({"rules": [{"log": "a" * 1000, "action": "fail"}] * 100})
 
 
+def nested(repeat: str, depth: int) -> str:
+    return "(?:" * depth + "x" + f"){repeat}" * depth
+
+
 @pytest.mark.parametrize(
-    "pattern", ["x{10001}", "x{ 10001}", "x{0}y{10001}", "(?:x{101}){100}", "x{4294967294}", "(?:(?:x{9,}){999}y){2}"]
+    "pattern",
+    [
+        *(
+            "x{200000}",
+            "x{ 200000}",
+            "(?:x{450}){450}",
+            "x{4294967294}",
+            "(?:(?:x{9,}){999}y){20}",
+            "(?:abc|def){20000}",
+        ),
+        *(nested("{2}", 13), nested("+", 17), nested("{2,}", 9), nested("{1,3}", 17)),
+        *("(?x)(?:x{450}) {450}", "(?x)(?:x{450})# a\n{450}", "(?:x{450})(?#a){450}", r"\p{L}{200000}"),
+    ],
 )
 def test_a_pattern_that_repeats_too_often_must_be_refused(pattern):
-    """Each repetition takes memory; the third of them takes all of it."""
-    with pytest.raises(UsageError, match="its repetitions multiply to more than 10,000"):
+    """Each repetition takes memory: up to 1 KiB for each character."""
+    too_many = "with repetitions written out, its patterns have more than 200,000 characters"
+    with pytest.raises(UsageError, match=too_many):
         resolve({"rules": [{"log": pattern, "action": "fail"}]})
-    with pytest.raises(UsageError, match="its repetitions multiply to more than 10,000"):
+    with pytest.raises(UsageError, match=too_many):
         resolve({"metrics": {"loss": f"({pattern})"}})
-    assert resolve({"rules": [{"log": "x{10000}", "action": "fail"}]}).rules
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "x{10000}",
+        r"\d{4}-\d{2}-\d{2}T\d{2}:\d{2}:\d{2}\.\d{6} \w+ \[rank\d+\]: +(?:\w+\.)+(\w+Error): (.+)",
+        r"(?:(?:[0-9a-f]{1,4}:){7}[0-9a-f]{1,4}|(?:[0-9]{1,3}\.){3}[0-9]{1,3}):([0-9]{1,5})",
+        r"(\w+)+\s+(\w+)+\s+(\w+)+\s+(\w+)+\s+([0-9.]+)+",
+    ],
+)
+def test_usual_repetitions_must_be_allowed(pattern):
+    assert resolve({"rules": [{"log": pattern, "action": "fail"}]}).rules
+
+
+def test_the_repetitions_of_all_patterns_together_must_be_limited():
+    with pytest.raises(UsageError, match="with repetitions written out"):
+        resolve({"rules": [{"log": "x{10000}" + "y" * number, "action": "fail"} for number in range(50)]})
 
 
 PARTS = ["a", "(", "(?:", ")", "|", "*", "+", "?", "{9}", "{2,}", "{100}", "{0,99999}", "[a-z]", "(?i)", "(?=", "(?<="]
