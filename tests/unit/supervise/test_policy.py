@@ -39,6 +39,16 @@ def test_restarts_before_the_window_must_not_count():
     assert decide(JobSpec(restart_window=3600), at_its_edge) == Decision(True, "restart 2 of 3")
 
 
+def test_a_job_that_always_claims_progress_must_not_restart_for_ever():
+    often = [failure(number, "terminated", time=35.9 * number) for number in range(101)]
+    assert decide(JobSpec(), often[:100]).restart
+    assert decide(JobSpec(), often) == Decision(False, "more than 100 restarts within an hour")
+    rarely = [failure(number, "terminated", time=36.0 * number) for number in range(1000)]
+    assert decide(JobSpec(), rarely).restart
+    wanted = [failure(number, time=float(number)) for number in range(1000)]
+    assert decide(JobSpec(max_restarts=1000), wanted).restart
+
+
 @pytest.mark.parametrize("cause", ["script", "usage", "not started", "GPU shared"])
 def test_a_permanent_failure_must_never_be_retried(cause):
     assert decide(JobSpec(), [failure(0, cause)]) == Decision(False, "this kind of failure is not retried")
@@ -102,6 +112,8 @@ def test_only_fast_failures_without_progress_must_increase_the_delay():
     assert decide(spec, near).delay == 1.0
     further = [failure(number, lasted=1.0) for number in range(3)]
     assert decide(spec, further).delay == 0.0
+    at_once = [failure(number, "terminated", lasted=0.9) for number in range(4)]
+    assert decide(spec, at_once).delay == 4.0  # the script may claim any progress
     alternating = [failure(n, "engine lost", progress=False, lasted=1.0) for n in range(1100)]
     numbers = [*range(1, 9), len(alternating)]
     assert [decide(spec, alternating[:number]).delay for number in numbers] == [0, 1, 2, 4, 8, 16, 30, 30, 30]
