@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
+from orchestrate import patience
 from orchestrate.console import phase, progress
 from orchestrate.files.paths import JobPaths
 from orchestrate.job import report, usage
@@ -147,10 +148,13 @@ class Output:
         try:
             yield
         finally:
-            self.done.set()
-            self.wake.set()
-            thread.join(READER_TIMEOUT)
-            phase("")
+            try:
+                self.done.set()
+                self.wake.set()
+                thread.join(READER_TIMEOUT)
+                phase("")
+            except patience.Abandoned:  # the logs have the rest
+                patience.calm()
 
     def _follow(self) -> None:
         pause = INTERVAL[0]

@@ -2,15 +2,18 @@
 
 import dataclasses
 import io
+import signal
 import sys
 import threading
 
 import pytest
 from support.commanded import SPEC, Whole, create, supervise
 from support.methods import after, raising
+from support.optional import not_none
 from support.scripted import ALL_WELL, KILLED
 from support.waiting import eventually
 
+from orchestrate import patience
 from orchestrate.console import stream
 from orchestrate.files.paths import JobPaths
 from orchestrate.job import store
@@ -267,3 +270,27 @@ def test_prefixes_must_name_the_nodes_of_the_generation_that_runs(paths):
     report, shown = supervise(paths, engine)
     assert report["outcome"] == "succeeded"
     assert [line for line in shown if "hello" in line] == ["[trainer-1 2] hello", "[trainer-2 2] hello"]
+
+
+def test_output_that_is_not_read_must_not_keep_a_job_that_was_asked_to_stop(paths):
+    create(paths)
+    release, main = threading.Event(), not_none(threading.main_thread().ident)
+
+    def show(line: str) -> None:
+        if not release.is_set():
+            out.done.wait()
+            signal.pthread_kill(main, patience.SIGNAL)
+            release.wait()
+
+    def late(number: int, frame: object) -> None:
+        raise patience.Abandoned
+
+    follower, plan = launch.rest(paths, *store.load(paths)), store.load(paths)[1]
+    out = Output(follower, plan, Shown(show), TimesWriter(paths.times), lambda: None)
+    handler = signal.signal(patience.SIGNAL, late)
+    try:
+        with out.following():
+            paths.log(0).write_text("of a worker\n")
+    finally:
+        signal.signal(patience.SIGNAL, handler)
+        release.set()
