@@ -115,10 +115,11 @@ def remove(top: int, name: str) -> list[str]:
 
     Folders in it are moved to the top first, so neither the stack nor a path grows with their depth.
     """
-    left, waiting, moved = [], [name], 0
+    left, done, moved = list[str](), -1, 0
     unique = f".{os.urandom(8).hex()}"
-    while waiting:
-        name = waiting.pop()
+    while done < moved:
+        done += 1
+        name = f"{unique}-{done}" if done else name
         try:
             if not stat.S_ISDIR(os.lstat(name, dir_fd=top).st_mode):
                 os.unlink(name, dir_fd=top)
@@ -133,9 +134,8 @@ def remove(top: int, name: str) -> list[str]:
                 try:
                     if entry.is_dir(follow_symlinks=False):
                         os.close(_folder(entry.name, here))  # a folder that is not writable could not be moved
+                        os.rename(entry.name, f"{unique}-{moved + 1}", src_dir_fd=here, dst_dir_fd=top)
                         moved += 1
-                        os.rename(entry.name, f"{unique}-{moved}", src_dir_fd=here, dst_dir_fd=top)
-                        waiting.append(f"{unique}-{moved}")
                     else:
                         os.unlink(entry.name, dir_fd=here)
                 except OSError:

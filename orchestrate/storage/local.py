@@ -109,7 +109,10 @@ class Local(Store):
                             names_left -= sys.getsizeof(key)
                             pending.append(key)
                     elif entry.is_file(follow_symlinks=False) and not entry.name.endswith(PART):
-                        status = entry.stat(follow_symlinks=False)
+                        try:
+                            status = entry.stat(follow_symlinks=False)
+                        except FileNotFoundError:  # it was removed
+                            continue
                         yield Version(key, status.st_size, f"{status.st_ino} {status.st_mtime_ns}")
 
     def _remove(self, key: str) -> None:

@@ -11,6 +11,7 @@ import logging
 import secrets
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,6 +32,7 @@ log = logging.getLogger(__name__)
 SCAN_INTERVAL = 2.0  # seconds between rounds; a file must not change for so long before it is copied
 MIN_INTERVAL = 0.25  # the same in seconds if files change all the time, which halves it in each round
 FIRST_RETRY, MAX_RETRY = 1.0, 30.0  # seconds until a failed round is retried, which double with each failure
+MAX_FAILED = 3  # objects that cannot be deleted, in a round
 LAST_RETRY = 2.0  # seconds at most between retries once the job has ended, as its end waits for the copy
 
 
@@ -70,7 +72,7 @@ class Mirror:
         self._newest: Manifest | None = None
         self._before: Manifest | None = None  # the manifest before the newest
         self._sequences: set[int] = set()  # of manifests in the store
-        self._unwanted: set[str] = set()  # keys of objects to delete
+        self._unwanted: OrderedDict[str, None] = OrderedDict()  # keys of objects to delete, from the last on
         self._uploaded: set[str] = set()  # keys of objects that no manifest names yet
         self._digests: dict[str, tuple[Facts, str]] = {}  # of files that this process has read
         self._reached: dict[str, int] = {}  # bytes of each file that were read in the attempt that got furthest
@@ -193,7 +195,7 @@ class Mirror:
             with self._changing:
                 self._objects[key] = size
                 self._uploaded.add(key)
-                self._unwanted.discard(key)
+                self._unwanted.pop(key, None)
                 self._state = replace(self._state, files=self._state.files + 1)
         return Entry(path, key, size, content.facts.mtime_ns, digest)
 
@@ -258,19 +260,28 @@ class Mirror:
         """
         assert self._objects is not None
         named = {entry.key for manifest in self._kept for entry in manifest.files}
-        self._unwanted |= {*keys} - named
-        for key in self._unwanted - named:
+        self._unwanted |= dict.fromkeys({*keys} - named)
+        for key in self._unwanted.keys() - named:
             self._objects.pop(key, None)  # first: if the answer is lost, it may be gone
         try:
             for sequence in sorted(sequences):
                 self.store.delete([manifests.manifest_key(sequence)])
                 self._sequences.remove(sequence)
-            for key in [*self._unwanted]:
+        except StorageError as error:  # retried with the next ones
+            log.debug("old manifests of %s are not removed yet: %s", self.store.url, error)
+            return
+        failed = 0
+        for key in [*reversed(self._unwanted)]:
+            try:
                 if key not in named:  # or it was uploaded again
                     self.store.delete([key])
-                self._unwanted.remove(key)
-        except StorageError as error:  # retried with the next ones
-            log.debug("old files of %s are not removed yet: %s", self.store.url, error)
+                del self._unwanted[key]
+            except StorageError as error:
+                log.debug("%s is not removed yet: %s", key, error)
+                self._unwanted.move_to_end(key, last=False)  # it may never be: others are next
+                failed += 1
+                if failed == MAX_FAILED:
+                    break
 
     # --- the thread
 

@@ -80,7 +80,7 @@ def _add(archive: tarfile.TarFile, path: Path, name: str, run: Path) -> None:
         if entry.size <= os.fstat(file.fileno()).st_blocks * 512:
             return archive.addfile(entry, file)
         with tempfile.TemporaryFile(dir=run) as dense:
-            parts = _parts(file, dense)
+            parts = _parts(file, dense, entry.size)
             if len(parts) > MAX_PARTS:
                 raise OSError(f"{name} has more than {MAX_PARTS} parts between holes")
             numbers = ",".join(f"{offset},{length}" for offset, length in [*parts, (entry.size, 0)])
@@ -90,12 +90,16 @@ def _add(archive: tarfile.TarFile, path: Path, name: str, run: Path) -> None:
             archive.addfile(entry, dense)
 
 
-def _parts(file: BinaryIO, dense: BinaryIO) -> list[tuple[int, int]]:
-    """Copy a file without its holes; return offset and length of each part, of at most one more than can be sent."""
+def _parts(file: BinaryIO, dense: BinaryIO, size: int) -> list[tuple[int, int]]:
+    """Copy the first `size` bytes of a file without its holes; return offset and length of each part.
+
+    These are at most one more than can be sent.
+    """
     found: list[tuple[int, int]] = []
     end = 0
     while len(found) <= MAX_PARTS:
         start, piece = data(file, end, PIECE)
+        piece = piece[: max(0, size - start)]  # the file may have grown
         if not piece:
             break
         dense.write(piece)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from support.agents import WITHOUT_CAPABILITIES
+from support.memory import peak
 from support.repo import ROOT
 from support.uploads import packed, put, text
 
@@ -333,3 +334,10 @@ def test_a_folder_with_many_names_must_be_emptied_in_parts(tmp_path, monkeypatch
         (tmp_path / str(number) / "file").touch()
     assert clear(str(tmp_path), keep=["1", "4", "8", "9"]) == []
     assert sorted(os.listdir(tmp_path)) == ["1", "4", "8", "9"]
+
+
+def test_a_folder_with_many_folders_must_be_emptied_in_little_memory(tmp_path):
+    for number in range(5000):
+        (tmp_path / "job" / str(number)).mkdir(parents=True)
+    left, most = peak(lambda: clear(str(tmp_path)))
+    assert left == [] and [*tmp_path.iterdir()] == [] and most < 100_000

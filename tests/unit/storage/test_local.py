@@ -146,3 +146,14 @@ def test_folders_of_any_depth_and_keys_of_any_length_must_cost_little(store, tmp
     monkeypatch.setattr("orchestrate.storage.local.MAX_OBJECTS", 10)
     with pytest.raises(StorageError, match="holds too many folders"):
         [*store.versions()]
+
+
+def test_a_file_that_vanishes_while_files_are_listed_must_not_hide_the_others(store, tmp_path, monkeypatch):
+    monkeypatch.setattr("orchestrate.storage.local.BATCH", 1)
+    for number in range(10):
+        store.put(str(number), b"1")
+    first, gone, *others = os.listdir(tmp_path / "a b/store")
+    listed = store.versions()
+    assert next(listed).key == first
+    (tmp_path / "a b/store" / gone).unlink()
+    assert {version.key for version in listed} == {*others}

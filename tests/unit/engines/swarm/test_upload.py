@@ -6,6 +6,7 @@ import os
 import subprocess
 import tarfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
@@ -17,6 +18,7 @@ from orchestrate.engines.swarm import upload
 from orchestrate.engines.swarm.sync import OWN
 from orchestrate.engines.swarm.upload import code_files, on_each, packed, send_archive, written_files
 from orchestrate.errors import ResourceError, UsageError
+from orchestrate.files.folder import ROOT
 from orchestrate.node import protocol
 from orchestrate.node.files import PIECE, Files, digest
 
@@ -201,3 +203,24 @@ def test_a_file_with_too_many_holes_must_be_refused_by_name(tmp_path, monkeypatc
         packed(tmp_path, [tmp_path / "sparse"], tmp_path),
     ):
         pass
+
+
+def test_a_file_with_holes_that_grows_while_it_is_packed_must_be_sent_as_it_was(tmp_path, monkeypatch):
+    source, job = tmp_path / "source", tmp_path / "node" / "job"
+    source.mkdir()
+    job.parent.mkdir()
+    sparse(source / "sparse", 1 << 30, 0, 1 << 20)
+
+    def grown(path: str):
+        file = ROOT.open(path)
+        with open(path, "r+b") as more:
+            more.seek((1 << 30) - 2)
+            more.write(b"later")
+        return file
+
+    monkeypatch.setattr(upload, "ROOT", SimpleNamespace(open=grown))
+    with packed(source, [source / "sparse"], source.parent) as (file, tag):
+        Files().upload(str(job), base64.b64encode(file.read()).decode(), 0, tag)
+    assert (job / "sparse").stat().st_size == 1 << 30
+    with (job / "sparse").open("rb") as copied:
+        assert os.pread(copied.fileno(), 9, (1 << 30) - 2) == b"la"
