@@ -23,7 +23,7 @@ lint: $(VENV)/.test
 
 # Lint, types, and the tests that start no node and no engine: in minutes, before each commit.
 check: lint
-	$(PYTEST) --dist loadfile $(ARGS) tests/unit tests/app tests/project
+	$(PYTEST) $(ARGS) tests/unit tests/app tests/project
 
 # The same, and the end-to-end tests, on the engine if there is one.
 test: lint

@@ -85,7 +85,7 @@ class ProcessEngine:
         if missing:
             hint = "pip install torch torchvision safetensors, or start Docker"
             raise ResourceError(f"{missing[0]} is not installed in {sys.executable}", hint)
-        modules = preload(spec, code)
+        modules = preload(spec, code, copied=spec.source.startswith(GIT))
         offered = _offer(spec)
         if offered.gpus and may_use_torch(spec, modules) and (why := check_cache.gpu_problem(offered.gpus)):
             offered = Offer(why=f"{sys.executable} cannot use the GPUs: {why}{check_cache.AGAIN}")

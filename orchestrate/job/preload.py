@@ -26,11 +26,13 @@ def start(spec: JobSpec, folder: Path) -> None:
         _started[tuple(spec.command), folder] = ThreadPoolExecutor(1).submit(uses, tuple(spec.command), folder)
 
 
-def preload(spec: JobSpec, folder: Path) -> tuple[str, ...]:
+def preload(spec: JobSpec, folder: Path, copied: bool = False) -> tuple[str, ...]:
     """The modules that nodes import before workers start; empty if workers get fresh interpreters.
 
     They are torch's, if the script or a file in `folder` that it imports imports torch, and those of the job file. A
     script that takes too long to parse counts as importing nothing.
+
+    If workers run in a copy of the folder (`copied`), modules in it are left out: those of the copy would differ.
     """
     if not spec.warm:
         return ()
@@ -43,7 +45,12 @@ def preload(spec: JobSpec, folder: Path) -> tuple[str, ...]:
     frameworks = not {*imports.FRAMEWORKS}.isdisjoint(used)
     torch, dynamo = "torch" in used or frameworks, DYNAMO in used or frameworks
     found = [*TORCH, DYNAMO][: (len(TORCH) + dynamo) * torch]
-    return (*found, *(name for name in spec.preload if name not in found))
+    return (*found, *(name for name in spec.preload if name not in found and not (copied and _is_in(folder, name))))
+
+
+def _is_in(folder: Path, module: str) -> bool:
+    name = module.partition(".")[0]
+    return (folder / name).is_dir() or (folder / f"{name}.py").exists()
 
 
 def uses(command: tuple[str, ...], folder: Path) -> Sequence[str]:

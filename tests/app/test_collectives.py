@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 from support.gangs import Gang
-from support.repo import ROOT
 from support.training import ok
 
 from app import collectives, compare
@@ -29,8 +28,7 @@ def test_every_collective_must_match_its_definition(tmp_path):
 
 @pytest.mark.slow
 def test_the_bandwidth_must_be_defined_as_in_nccl_tests(tmp_path):
-    script = [sys.executable, "-m", "app.collectives", "--spawn", "2", "--bench", "--bytes", "65536", "--repeat", "2"]
-    done = ok(subprocess.run(script, cwd=ROOT, capture_output=True, text=True, timeout=300))
+    done = ok(Gang(tmp_path, 2, ["--bench", "--bytes", "65536", "--repeat", "2"], collectives.main).end())
     lines = [line.split() for line in done.stdout.splitlines()[2:]]
     assert [line[:2] for line in lines[:3]] == [["all_reduce", "1024"], ["all_reduce", "8192"], ["all_reduce", "65536"]]
     for name, size, microseconds, algorithm, bus in lines:

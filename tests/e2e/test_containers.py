@@ -32,6 +32,17 @@ def test_ctrl_c_must_end_a_compose_that_hangs(cli, docker_engine, nothing_left):
 
 
 @pytest.mark.docker
+def test_workers_must_be_forked_even_if_preload_names_a_module_of_the_code_folder(cli, docker_engine, nothing_left):
+    (cli.folder / "own.py").write_text("")
+    (cli.folder / "train.py").write_text(
+        "import sys\nprint('colorsys' in sys.modules)\nimport own\nprint(own.__file__)\n"
+    )
+    done = run(cli, "docker", "--trainers", "0", "--set", "preload=[own,colorsys]", "--", "train.py")
+    assert done.returncode == 0, done.stderr
+    assert cli.log(0).splitlines() == ["True", "/job/work/own.py"]
+
+
+@pytest.mark.docker
 def test_running_out_of_memory_must_be_recognized(cli, docker_engine, nothing_left):
     (cli.folder / "hungry.py").write_text(
         "import os, signal\nif os.environ['RANK'] == '1':\n    x = [b'x' * 1_000_000 for _ in range(10_000)]\n"

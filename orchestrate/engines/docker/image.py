@@ -61,7 +61,7 @@ def inventory(daemon: Daemon, spec: JobSpec, run: Path, run_image: bool) -> tupl
     code = code_folder(spec.command)
     mounts.check_link(spec.command[0], code / spec.chdir)
     python = probe.python(daemon, spec.image, run) if run_image else "python"
-    modules = preload(spec, code)
+    modules = preload(spec, code, copied=True)
     offered = Offer(why=NO_TOOLKIT)
     if spec.gpus != "none" and gpu_mode:
         image = _gpu_check_image(daemon, spec, run_image)

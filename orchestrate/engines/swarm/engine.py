@@ -62,7 +62,7 @@ class SwarmEngine:
             job_dir=f"{service_spec.SHARED}/{run.parent.name}" if spec.volume else service_spec.JOB,
             code=str(code),
             sent=not spec.volume,  # in a job folder that all nodes share, they would overwrite each other's code
-            preload=preload(spec, code),
+            preload=preload(spec, code, copied=not spec.volume),
         )
         return inventory, placement
 

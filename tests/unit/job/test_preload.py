@@ -159,6 +159,14 @@ def test_the_job_file_must_override_detection(tmp_path):
     assert preload(JobSpec(command=("train.py",), preload=["numpy"]), tmp_path) == ("numpy",)
 
 
+def test_modules_that_workers_import_from_a_copy_must_not_be_imported_ahead_from_the_original(tmp_path):
+    (tmp_path / "own.py").touch()
+    (tmp_path / "package").mkdir()
+    spec = JobSpec(command=("train.py",), preload=["own", "wave", "package.module"])
+    assert preload(spec, tmp_path) == ("own", "wave", "package.module")
+    assert preload(spec, tmp_path, copied=True) == ("wave",)
+
+
 @pytest.mark.parametrize("command", [("nonesuch.py",), ("-m", "nonesuch"), ("-m", "torch.distributed.run")])
 def test_a_missing_script_must_preload_nothing(tmp_path, command):
     assert preload(JobSpec(command=command), tmp_path) == ()
