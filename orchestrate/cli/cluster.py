@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from orchestrate.console import print_message
 from orchestrate.engines.base import SWARMS, Engine, Session
 from orchestrate.engines.ports import port
 from orchestrate.errors import OrchestrateError, UsageError
-from orchestrate.files import lock
+from orchestrate.files import lock, records
 from orchestrate.files.paths import NODES, JobPaths
 from orchestrate.job import store, users
 from orchestrate.job.plan import Placement, Plan, names, plan, pluralize
@@ -91,8 +92,9 @@ class Cluster:
         return next((paths.root.name for paths in self.jobs() if lock.holder(paths)), "")
 
     def jobs(self) -> list[JobPaths]:
-        """Return the jobs whose files are still in the cluster's folder."""
-        return store.on_cluster(self.paths.root.parent, self.name)
+        """Return the jobs whose files are still in the cluster's folder; a link without both is of no job."""
+        linked = store.on_cluster(self.paths.root.parent, self.name)
+        return [each for each in linked if os.path.lexists(each.folder.path) or records.find(each.root)]
 
     def placement(self, own: Placement, job_id: str) -> Placement:
         """Return a job's placement on this cluster; `own` is its placement on nodes of its own."""
@@ -180,17 +182,18 @@ def take_down(engine: Engine, cluster: Cluster, grace: float) -> None:
     Raises OrchestrateError if a job has replaced its folder by something else, or if a folder cannot be moved.
     """
     engine.remove(cluster.name, grace)
-    lost = ""
+    lost, stuck = "", ""
     for paths in cluster.jobs():
         try:
             store.move_from_cluster(paths)
         except OSError as error:
             if paths.cluster:  # they are still in its folder
-                raise OrchestrateError(
-                    f"cannot move {paths.folder.path} to {paths.root}: {error.strerror}",
-                    f"check who owns it; then: python -m orchestrate down {cluster.name}",
-                ) from None
-            lost = lost or f"the files of {paths.root.name} are lost: {error.strerror}"
+                stuck = stuck or f"cannot move {paths.folder.path} to {paths.root}: {error.strerror}"
+            else:
+                lost = lost or f"the files of {paths.root.name} are lost: {error.strerror}"
+    if stuck:
+        hint = f"check who owns both, or remove one; then: python -m orchestrate down {cluster.name}"
+        raise OrchestrateError(stuck, hint)
     store.remove(cluster.paths)
     if lost:
         raise OrchestrateError(f"{cluster.name} was removed, but {lost}", "python -m orchestrate ps")

@@ -18,7 +18,8 @@ MIN_SECONDS = 0.1  # that must be left to start a search
 # `regex` copies what is repeated when it compiles `(?:x{90}){90}`, and up to 1 KiB of memory is used for each of the
 # characters then. All patterns of a key together may have as many as this; `size` never counts too few.
 MAX_SIZE = 200_000
-ONE = re.compile(r"[\w.\]]\{\s*([0-9]+)")  # a character or a set, repeated
+ONE = re.compile(r"[\w.]\{\s*([0-9]+)")  # a character, repeated
+SET = re.compile(r"\]\{\s*([0-9]+)")  # a set of characters, repeated
 REPEATED = re.compile(r"(?<![\w.\]])(?:\{\s*([0-9]+)|\+)")  # a group, or anything else, repeated
 LIMIT = f"the limit for all rules together is {MAX_SECONDS:g} s"
 
@@ -76,7 +77,8 @@ def compiled(pattern: str) -> Any:
 
 def size(pattern: str) -> int:
     """Return how many characters a pattern has at most, with its repetitions written out."""
-    characters = len(pattern) + sum(int(count) for count in ONE.findall(pattern))
+    characters = len(pattern) + sum(map(int, ONE.findall(pattern)))
+    characters += len(pattern) * sum(map(int, SET.findall(pattern)))  # a set may be most of the pattern
     return characters * math.prod(int(count or 1) + 1 for count in REPEATED.findall(pattern))
 
 

@@ -315,12 +315,17 @@ def _usable_cores(spec: JobSpec, inventory: Inventory, nodes: int) -> int:
     return len(inventory.cores)
 
 
+MAX_VALUES = 5_000_000  # of a plan: a worker has some sixty
+
+
 def read_plan(text: str, env: Mapping[str, str]) -> Plan:
     """Parse the output of `to_json`; raises ValueError, TypeError or KeyError for anything else.
 
     `env` is the job's own environment with the values of secrets, which the text does not contain; secrets in the
     command remain `***`.
     """
+    if checks.has_more_values(text.encode(errors="replace"), MAX_VALUES):
+        raise ValueError("it has too many values")
     values = json.loads(text)
     for worker in values["workers"]:
         worker["env"] |= env

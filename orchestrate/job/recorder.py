@@ -19,14 +19,16 @@ from typing import Any, TypeVar
 from orchestrate.clock import SYSTEM, Clock
 from orchestrate.files.folder import regular
 from orchestrate.job.events import VERSION, Event, JobEnded, JobResumed, SupervisorStarted, from_line, to_line
+from orchestrate.node.checks import has_more_values
 
 E = TypeVar("E", bound=Event)
 
 
 def objects(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
-    """Parse the JSON objects in lines; anything else, such as the partial line of a killed process, is skipped."""
+    """Parse the JSON objects in lines; others are skipped, such as the partial line of a killed process."""
     for line in lines:
-        if line.lstrip()[:1] == b"{":  # an error for each of many other lines takes long
+        # An error for each of many other lines takes long, and many values take twenty times the size of the line.
+        if line.lstrip()[:1] == b"{" and not has_more_values(line):
             with contextlib.suppress(ValueError, RecursionError):
                 yield json.loads(line)
 

@@ -27,8 +27,6 @@ from orchestrate.job.spec import APP, JobSpec
 from orchestrate.node import checks
 from orchestrate.node.trees import clear
 
-LARGE = 1 << 20  # characters of a report whose values are counted before they are parsed
-MAX_VALUES = 1_000_000
 FILE = "file:"  # before the name of a secret that is a file, in the record
 
 
@@ -82,7 +80,7 @@ def on_cluster(runs: Path, cluster: str) -> list[JobPaths]:
 def move_from_cluster(paths: JobPaths) -> None:
     """Move the files of a job from its cluster's folder to its run directory, where they replace a link.
 
-    They are moved before they are checked, since nodes cannot reach the new place: a node may have replaced them.
+    They are moved before they are checked, since nodes do not see the new place: a node may have replaced them.
     Raises OSError; if they could not be moved, they are still where they were, and the link is kept.
     """
     cluster, there, moved = paths.cluster, paths.folder.path, paths.root / f".{JOB}"
@@ -195,7 +193,7 @@ def ended(paths: JobPaths) -> dict[str, Any] | None:
     """The report of a job that has ended, or None; for a job of this account, only the one written at its end."""
     try:
         text = content(paths.report)
-        if len(text) > LARGE and checks.has_more_values(text.encode(errors="replace"), MAX_VALUES):
+        if checks.has_more_values(text.encode(errors="replace")):
             return None
         data = json.loads(text)
     except (OSError, ValueError, RecursionError):

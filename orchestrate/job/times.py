@@ -52,15 +52,15 @@ class TimesWriter:
 class Times:
     """When the lines of a job's logs were read; to be asked for the lines of a rank in their order."""
 
-    def __init__(self, path: Path | None = None) -> None:
-        """Read the file; without one, no times are known."""
+    def __init__(self, path: Path | None = None, ranks: int = 0) -> None:
+        """Read the file for that many ranks; without one, no times are known."""
         self.notes: dict[int, list[tuple[int, float]]] = {}  # by rank: offsets and times, the last ones first
         with contextlib.suppress(OSError), regular(path or "") as file:
             for row in (row for line in last(file, MAX_READ) for row in objects([line])):
                 when, read = row.get("time"), row.get("read")
                 if type(when) is float and 0 < when < MAX_TIME and isinstance(read, dict):
                     for rank, offset in read.items():
-                        if RANK.fullmatch(rank) and type(offset) is int:
+                        if RANK.fullmatch(rank) and int(rank) < ranks and type(offset) is int:
                             self.notes.setdefault(int(rank), []).append((offset, when))
         for notes in self.notes.values():
             notes.reverse()

@@ -13,11 +13,12 @@ KEY_DIGITS = re.compile(r"[0-9a-f]{64}")
 WHOLE_NUMBER = re.compile(r"[0-9]{1,9}")  # a number in an environment variable
 MAX_NUMBER = 10**9 - 1  # the largest of them
 MAX_NODES, MAX_WORKERS = 10_000, 1024  # of a job, and of each of its nodes
+MAX_VALUES = 1_000_000  # of a file that is read whole
 VALUE = re.compile(rb'"[^"]*"|[,\[{]')
 Check = Callable[[Any], str]
 
 
-def has_more_values(text: bytes, most: int) -> bool:
+def has_more_values(text: bytes, most: int = MAX_VALUES) -> bool:
     """Whether JSON text has more texts, commas and opening brackets: parsed, it can take thirty times its size."""
     if sum(map(text.count, (b",", b"[", b"{", b'"'))) <= most:  # fast, and almost always the case
         return False

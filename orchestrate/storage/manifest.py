@@ -23,7 +23,7 @@ from orchestrate.files.typed import decode, encode
 from orchestrate.node import checks
 from orchestrate.node.trees import hidden
 from orchestrate.storage.base import Store
-from orchestrate.storage.scan import MAX_FILES, MAX_PATH, MAX_SIZE
+from orchestrate.storage.scan import MAX_FILES, MAX_PATH, MAX_SIZE, MAX_TIME
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ def _digest(value: Any) -> str:
 
 def _nanoseconds(value: Any) -> str:
     """A time that a file system can store."""
-    return "" if type(value) is int and abs(value) < 1 << 63 else " must be a time in nanoseconds"
+    return "" if type(value) is int and abs(value) <= MAX_TIME else " must be a time in nanoseconds"
 
 
 @dataclass(frozen=True)
@@ -129,6 +129,16 @@ def fits(text: bytes) -> bool:
     """Whether a manifest's texts take at most `MAX_MANIFEST`: with one emoji, each character of a text takes four."""
     width = 4 if re.search(rb"\\u[dD]", text) else 2 if re.search(rb"\\u(?!00)", text) else 1
     return len(text) * width <= MAX_MANIFEST
+
+
+def check(text: bytes, sequence: int, below: str) -> None:
+    """Raise StorageError unless a new manifest of the folder `below` can be read: a damaged one would end the copy."""
+    if not fits(text):
+        raise StorageError(f"{below} has too many files with long paths to copy")
+    try:
+        _decoded(text, sequence)
+    except ValueError as error:
+        raise StorageError(f"{below} cannot be copied: {error}") from None
 
 
 def manifest_key(sequence: int) -> str:

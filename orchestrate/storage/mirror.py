@@ -225,8 +225,7 @@ class Mirror:
         if not self._is_newest(entries):
             sequence = max(self._sequences, default=0) + 1
             manifest = Manifest(manifests.VERSION, sequence, self.job, self._writer, time.time(), entries)
-            if not manifests.fits(text := manifest.text()):
-                raise StorageError(f"{self.below} has too many files with long paths to copy")
+            manifests.check(text := manifest.text(), sequence, self.below)
             self.store.create(manifests.manifest_key(sequence), text)
             self._adopt(sequence)
         self._uploaded.clear()

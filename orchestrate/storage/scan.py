@@ -17,6 +17,7 @@ MAX_FILES = 100_000  # entries of a tree: its manifest is then about 40 MB
 MAX_NAMES = 32 << 20  # bytes that the paths of a tree take in memory
 MAX_PATH = 4000  # bytes of a path, so that it can be fetched into another folder: Linux opens up to 4,095
 MAX_SIZE = 256 << 30  # bytes of a file: its parts, of which several are in memory, take up to 30 MB
+MAX_TIME = (1 << 63) - 1  # nanoseconds since 1970 that a manifest can have, until 2262: ext4 has dates until 2446
 HOLLOW = 1 << 30  # bytes from which on a file must not be sparse: a job can make one of any size, in no time
 SPARSE = 8  # times the size on the disk, which may compress files
 GONE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EINVAL)  # removed, or replaced by a link or a special file
@@ -34,7 +35,8 @@ class Facts:
     @classmethod
     def of(cls, status: os.stat_result) -> Facts:
         """The facts of a file's status."""
-        return cls(status.st_size, status.st_mtime_ns, status.st_ino, status.st_ctime_ns)
+        when = max(-MAX_TIME, min(MAX_TIME, status.st_mtime_ns))
+        return cls(status.st_size, when, status.st_ino, status.st_ctime_ns)
 
 
 @dataclass

@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     style = Style(timestamps=args.timestamps, colors=console.colors(sys.stdout), prefixes=args.rank is None)
     printer, show = Printer(plan, style), partial(console.out, colored=True)
     followers = [Follower(paths, [rank], hide=spec.mask(), colors=style.colors) for rank in sorted(wanted)]
-    times, tail = _times(args, paths), args.tail
+    times, tail = _times(args, paths, len(plan.workers)), args.tail
     with waiting.detaching(paths.root.name) if args.follow else contextlib.nullcontext():
         for running in waiting.rounds(args, paths):
             streams = [_selected(follower, args, times, end=not running) for follower in followers]
@@ -93,12 +93,12 @@ def _last(stream: Iterator[Timed], lines: int, characters: int) -> Iterator[Time
     return iter(kept)
 
 
-def _times(args: argparse.Namespace, paths: JobPaths) -> Times:
+def _times(args: argparse.Namespace, paths: JobPaths, ranks: int) -> Times:
     """Return when lines were written, if an option asks for that; raises UsageError if it is not known."""
     options = {"--since": args.since is not None, "--merge": args.merge, "--timestamps": args.timestamps}
     if not any(options.values()):
         return Times()
-    times = Times(paths.times)
+    times = Times(paths.times, ranks)
     if not times.notes and not args.follow:
         flag = next(name for name, given in options.items() if given)
         raise UsageError(f"{flag}: {paths.root.name} has no record of when its lines were written", "leave it out")

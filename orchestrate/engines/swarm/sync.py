@@ -16,6 +16,7 @@ from bisect import bisect_left
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -44,6 +45,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 CLOSE_TIMEOUT = 5.0  # seconds for the current round to end; connecting may take longer
 MAX_TURN = 0.5  # seconds to fetch a node's files before checking its logs again
 MAX_LOGGING = 60.0  # seconds in one round to copy logs that grow meanwhile
+MAX_LINKS = 10_000  # of a node; those in folders of packages lead to other folders, and are not copied
 OWN = {FENCE}  # files of the orchestrator in a job folder
 
 
@@ -144,7 +146,8 @@ class FileSync:
         """Return warnings about files that cannot be copied, once for each node."""
         new = {node: path for node, path in self.left.copy().items() if node not in self.warned}
         self.warned |= new.keys()
-        why = f"the path has more than {MAX_DEPTH} folders, is too long, or cannot be encoded in this locale"
+        why = f"the path has more than {MAX_DEPTH} folders, is too long, or cannot be encoded in this locale, "
+        why += f"or there are more than {MAX_LINKS:,} links"
         return [f"{node}: some files are not copied, such as {shown(path)}: {why}" for node, path in new.items()]
 
     def close(self) -> None:
@@ -240,7 +243,7 @@ class FileSync:
         for path, facts in files.items():
             failed, when = node.failed.get(path, ([], 0.0))
             waits = facts == failed and when > max(self.called, now - RETRY_INTERVAL)
-            if facts != node.files.get(path) and not waits and self._may_copy(node, path):
+            if facts != node.files.get(path) and not waits and not self.closing and self._may_copy(node, path):
                 if not same(self.run_dir / path, facts):
                     wanted[path] = facts
                     continue
@@ -337,13 +340,15 @@ class FileSync:
             self._remove(node, path)
         if node is self.nodes[0]:
             for path in changes.gone:
-                if self._may_copy(node, path):
+                if not self.closing and self._may_copy(node, path):
                     self._remove(node, path)
-        for path, target in changes.links.items():
+        plain = {path: to for path, to in changes.links.items() if "/" not in to and to not in ("..", ".", "")}
+        if len(plain) > MAX_LINKS:
+            self.left.setdefault(node.name, next(islice(plain, MAX_LINKS, None)))
+        for path, target in islice(plain.items(), MAX_LINKS):
             link = self.run_dir / path
-            plain = "/" not in target and target not in ("..", ".", "")
             free = os.path.islink(link) or path in node.files or not os.path.exists(link)
-            if plain and free and self._may_copy(node, path):
+            if free and not self.closing and self._may_copy(node, path):
                 with contextlib.suppress(OSError):
                     node.files[path] = []
                     place_link(self.here, path, target, node.name)

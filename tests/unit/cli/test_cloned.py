@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from support.commanded import NOT_OURS, Commands, create, end, supervised
+from support.memory import peak
 from support.scripted import ALL_WELL
 from support.victims import facts
 
@@ -168,3 +169,22 @@ def test_nodes_must_not_run_as_the_owner_of_a_link_target(tmp_path, victim):
     with pytest.raises(EngineError, match="job is not a folder"):
         Daemon.user(daemon, tmp_path / "job", JobSpec())
     assert Daemon.user(daemon, victim, JobSpec(user=str(os.geteuid()))) == f"{os.geteuid()}:{os.getegid()}"
+
+
+@pytest.mark.parametrize("name", ["plan.json", "events.jsonl", "times.jsonl"])
+def test_files_with_many_values_must_not_be_parsed(do: Commands, paths, name):
+    """Parsed, they would take twenty-five times their size."""
+    end(paths)
+    records.forget(paths.root)
+    many, parts = "[]," * 3_000_000, [range(start, start + 60_000) for start in range(0, 600_000, 60_000)]
+    rows = [json.dumps({"time": 1.5, "read": dict.fromkeys(ranks, 1)}) for ranks in parts]
+    text = {
+        "plan.json": f'{{"more": [{many}0], {paths.plan.read_text()[1:]}',
+        "events.jsonl": f'{{"event": "job_ended", "time": 1.0, "seconds": 1.0, "more": [{many}0]}}\n',
+        "times.jsonl": "\n".join(rows),
+    }[name]
+    (paths.root / name).write_text(text)
+    _, most = peak(lambda: do("logs", "a-1", *(["--timestamps"] if name == "times.jsonl" else [])))
+    assert most < 4 * len(text)
+    _, most = peak(lambda: do("report", "a-1"))
+    assert most < 4 * len(text)

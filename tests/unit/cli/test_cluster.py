@@ -15,6 +15,7 @@ from support.plans import HERE, Site, plan
 from orchestrate.cli import cluster
 from orchestrate.engines.base import JobState, ignoring, never
 from orchestrate.errors import EngineError, OrchestrateError, UsageError
+from orchestrate.files import records
 from orchestrate.files.paths import JobPaths
 from orchestrate.job import store, users
 from orchestrate.job.spec import JobSpec
@@ -355,3 +356,21 @@ def test_a_move_that_was_interrupted_must_be_completed(tmp_path):
     mine.folder.path.rename(mine.root / ".job")
     store.move_from_cluster(mine)
     assert mine.log(0).read_text() == "mine" and not mine.shared.is_symlink()
+
+
+def test_a_link_to_a_cluster_that_comes_with_a_project_must_not_keep_it(tmp_path):
+    one, mine = with_job(tmp_path)
+    (tmp_path / "a-0000").mkdir()
+    (tmp_path / "a-0000" / "job").symlink_to("../c-1/nodes/a-0000")
+    assert one.jobs() == [mine]
+    cluster.take_down(Whole(), one, 7.0)
+    assert mine.log(0).read_text() == "mine" and not one.paths.root.exists()
+
+
+def test_down_must_move_the_files_of_other_jobs_if_one_has_no_record(tmp_path):
+    one, mine = with_job(tmp_path)
+    other = create(JobPaths(tmp_path / "a-0000"), cluster="c-1")
+    records.forget(other.root)
+    with pytest.raises(OrchestrateError, match="cannot move .*/c-1/nodes/a-0000 to .*: .* has no record"):
+        cluster.take_down(Whole(), one, 7.0)
+    assert mine.log(0).read_text() == "mine" and not mine.shared.is_symlink() and other.log(0).parent.is_dir()

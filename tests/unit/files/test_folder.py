@@ -160,7 +160,7 @@ def test_a_link_in_place_of_a_job_folder_on_a_cluster_must_not_move_files_of_the
     data = launch.supervise(paths, engine, lambda: 0, Shown(shown.append))
     assert data["outcome"] == "succeeded"
     assert untouched(outside) and not os.path.lexists(inside)
-    assert not paths.shared.exists() and CANARY not in json.dumps(data)
+    assert not paths.shared.is_symlink() and os.listdir(paths.shared) == [] and CANARY not in json.dumps(data)
     assert any("the nodes have replaced the job's folder" in line for line in shown)
     store.remove(paths)
     assert untouched(outside)

@@ -147,6 +147,7 @@ def nested(repeat: str, depth: int) -> str:
         ),
         *(nested("{2}", 13), nested("+", 17), nested("{2,}", 9), nested("{1,3}", 17)),
         *("(?x)(?:x{450}) {450}", "(?x)(?:x{450})# a\n{450}", "(?:x{450})(?#a){450}", r"\p{L}{200000}"),
+        "[" + "".join(f"{chr(0x4E00 + 8 * i)}-{chr(0x4E03 + 8 * i)}" for i in range(315)) + "]{20000}",
     ],
 )
 def test_a_pattern_that_repeats_too_often_must_be_refused(pattern):
@@ -164,6 +165,7 @@ def test_a_pattern_that_repeats_too_often_must_be_refused(pattern):
         "x{10000}",
         r"\d{4}-\d{2}-\d{2}T\d{2}:\d{2}:\d{2}\.\d{6} \w+ \[rank\d+\]: +(?:\w+\.)+(\w+Error): (.+)",
         r"(?:(?:[0-9a-f]{1,4}:){7}[0-9a-f]{1,4}|(?:[0-9]{1,3}\.){3}[0-9]{1,3}):([0-9]{1,5})",
+        "image sha256:[0-9a-f]{64} of sha256:[0-9a-f]{64}, commit ([0-9a-f]{40})",
         r"(\w+)+\s+(\w+)+\s+(\w+)+\s+(\w+)+\s+([0-9.]+)+",
     ],
 )

@@ -169,7 +169,7 @@ def test_the_times_and_colors_of_all_lines_must_be_kept(paths):
         eventually(paths.times.exists)
         with paths.log(0).open("a") as file:
             file.write("last\n")
-    times = Times(paths.times)
+    times = Times(paths.times, 3)
     assert "\x1b[31mred" in shown[0] and times.at(0, 0) and times.at(0, len("\x1b[31mred\x1b[0m\n"))
 
 

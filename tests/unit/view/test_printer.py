@@ -138,16 +138,17 @@ def test_times_of_lines_must_be_those_at_which_they_were_read(tmp_path):
     noting.note({1: 12}, end=True)
     clock.now = 2000.0
     TimesWriter(path, clock).note({0: 50, 1: 12})  # another supervisor
-    times = Times(path)
+    times = Times(path, 2)
     assert [times.at(0, offset) for offset in (0, 9, 10, 29, 30, 49, 50)] == [
         *(1000.0, 1000.0, 1009.0, 1009.0, 2000.0, 2000.0, None),
     ]
     assert [times.at(1, offset) for offset in (0, 5, 9, 12)] == [1009.0, 1030.0, 1040.0, None]
-    assert Times(tmp_path / "missing").at(0, 0) is None
+    assert Times(tmp_path / "missing", 2).at(0, 0) is None
     path.write_text('{"time": "x", "read": {"0": 1}}\n{"time": 1.5, "read": {"x": 1, "0": "y", "²": 5}}\n[]\nnull\n')
     with path.open("a") as file:
         file.write('{"time": 1e400, "read": {"0": 1}}\n{"time": 1e300, "read": {"0": 1}}\n')
-    assert Times(path).notes == {}
+        file.write('{"time": 1.5, "read": {"2": 1}}\n')  # of no rank of the job
+    assert Times(path, 2).notes == {}
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from support.ends import KEY
 from support.messages import encoded
+from support.synced import FakeNode, sync_master
 from support.waiting import eventually
 
 from orchestrate.engines.connection import NodeConnection
@@ -112,3 +113,15 @@ def test_a_compromised_node_must_write_only_files_of_the_job(tmp_path):
     assert (shared / "last").readlink() == Path("fine") and (shared / "way").readlink() == outside
     assert stat.S_IMODE((shared / "fine").stat().st_mode) & 0o7022 == 0  # it reported 4777
     assert not os.path.exists("/tmp/evil-of-a-test")
+
+
+def test_a_list_of_many_links_must_neither_be_placed_whole_nor_keep_copying_from_ending(tmp_path):
+    node = FakeNode()
+    node.links = {f"link-{number}": "target" for number in range(15_000)}
+    sync = sync_master(tmp_path, lambda name: node)
+    assert sync.catch_up(60)
+    (warning,) = sync.warnings()
+    sync.close()
+    assert not sync.thread.is_alive()
+    assert "some files are not copied" in warning and "more than 10,000 links" in warning
+    assert len([*tmp_path.iterdir()]) == 10_000
