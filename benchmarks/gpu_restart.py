@@ -14,7 +14,7 @@ from benchmarks.starts import ROOT
 
 KILLS = 3  # per run, under orchestrate; torchrun gets one
 OURS, THEIRS = "orchestrate", "torchrun"
-PAUSE = 1.0  # seconds of training between a restart and the next kill, so that it is no crash loop
+PAUSE = 0.5  # seconds of training between a restart and the next kill
 
 
 class Local(Training):

@@ -315,16 +315,13 @@ def _usable_cores(spec: JobSpec, inventory: Inventory, nodes: int) -> int:
     return len(inventory.cores)
 
 
-MAX_VALUES = 5_000_000  # of a plan: a worker has some sixty
-
-
 def read_plan(text: str, env: Mapping[str, str]) -> Plan:
     """Parse the output of `to_json`; raises ValueError, TypeError or KeyError for anything else.
 
     `env` is the job's own environment with the values of secrets, which the text does not contain; secrets in the
     command remain `***`.
     """
-    if checks.has_more_values(text.encode(errors="replace"), MAX_VALUES):
+    if checks.has_more_values(text.encode(errors="replace"), 5 * checks.MAX_VALUES):  # a worker has some sixty
         raise ValueError("it has too many values")
     values = json.loads(text)
     for worker in values["workers"]:
@@ -339,9 +336,8 @@ def _check(plan: Plan) -> None:
     for name in (plan.job_id, plan.project):
         if not NAME.fullmatch(name):
             raise ValueError(f"{name!r} is not the name of a job")
-    for node in plan.nodes:
-        if not NODE.fullmatch(node):
-            raise ValueError(f"{node!r} is not the name of a node")
+    if odd := [node for node in plan.nodes if not NODE.fullmatch(node)]:
+        raise ValueError(f"{odd[0]!r} is not the name of a node")
     if not 0 < len(plan.nodes) <= 1 + MAX_TRAINERS or not 0 < plan.nproc_per_node <= MAX_WORKERS:
         raise ValueError(
             f"it has {len(plan.nodes)} nodes with {plan.nproc_per_node} workers each, "

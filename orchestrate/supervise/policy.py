@@ -15,7 +15,6 @@ TRANSIENT = ("no such file", "not writable", "no GPUs")  # causes that may be tr
 NOT_THE_JOB = (Reason.ENGINE_LOST, Reason.INTERRUPTED)  # causes outside the job
 NO_PROGRESS = 3  # generations without progress that end a job, as in nvidia-resiliency-ext
 CRASH_LOOP_SECONDS = 30.0  # a generation that fails sooner, without progress, is part of a crash loop
-QUICK_SECONDS = 1.0  # and one that fails sooner than this is, too, whatever progress the script claims
 MAX_AN_HOUR, HOUR = 100, 3600.0  # restarts, if they are not counted, and seconds
 MAX_DELAY = 30.0  # seconds
 
@@ -82,10 +81,10 @@ def decide(spec: JobSpec, history: Sequence[GenerationResult], search: Search) -
 
 
 def _delay(failures: Sequence[GenerationResult]) -> float:
-    """Return seconds to wait: 0 at first, then doubling for each failure that is part of a crash loop."""
+    """Return seconds to wait: 0 at first, then doubling for each fast failure without progress."""
     loop = 0
     for ended in reversed(failures):
-        if ended.lasted >= (QUICK_SECONDS if ended.progress else CRASH_LOOP_SECONDS):
+        if ended.progress or ended.lasted > CRASH_LOOP_SECONDS:
             break
         loop += 1
     return float(min(MAX_DELAY, 2 ** (loop - 2))) if loop > 1 else 0.0  # an integer of any size: floats overflow

@@ -15,7 +15,7 @@ from orchestrate.storage import manifest as manifests
 from orchestrate.storage import scan as scans
 from orchestrate.storage.content import Changed, Unreadable
 from orchestrate.storage.fetch import never, restore
-from orchestrate.storage.manifest import Damaged, key_of, newest
+from orchestrate.storage.manifest import Damaged, contents, key_of, newest
 from orchestrate.storage.store import open_store
 
 
@@ -260,3 +260,43 @@ def test_files_must_not_be_fetched_through_a_link(store, saved, elsewhere, secre
     restore(store, elsewhere.folder, "checkpoints")
     assert fetched(store, elsewhere) == {"key": b"the store's"} and not hidden.is_symlink()
     assert (secret / "key").read_text() == "the host's" and [*secret.iterdir()] == [secret / "key"]
+
+
+def test_an_object_that_cannot_be_deleted_must_not_keep_the_others(tmp_path, saved):
+    """As one under a retention policy."""
+    store = open_store(f"file://{tmp_path}/store")
+    mirror, delete = saved.mirror(store), store.delete
+
+    def refuses(keys) -> None:
+        if keys[0].startswith("files/locked"):
+            raise StorageError("it is locked")
+        delete(keys)
+
+    store.delete = refuses
+    for content in range(6):
+        for name in ("locked", "b", "c", "d"):
+            saved.write(name, b"%d" % content)
+        assert mirror.sync(never, final=True)
+    kept = [key.partition("=")[0].removeprefix("files/") for key in contents(store).objects]
+    assert {name: kept.count(name) for name in ("b", "c", "d")} == {"b": 2, "c": 2, "d": 2}
+
+
+@pytest.mark.parametrize("seconds", [12 * 10**9, -(10**10)], ids=["2350", "1653"])
+def test_a_file_with_a_date_that_a_manifest_cannot_have_must_be_copied(store, saved, elsewhere, seconds):
+    """As ext4 can have until 2446, and archives can set."""
+    os.utime(saved.write("odd", b"x"), (seconds, seconds))
+    for step in range(3):
+        saved.write(f"step-{step}.pt", b"%d" % step)
+        saved.copy(store)
+    assert fetched(store, elsewhere) == {"odd": b"x"} | {f"step-{step}.pt": b"%d" % step for step in range(3)}
+
+
+def test_a_store_without_a_number_for_another_manifest_must_be_refused_without_writing_one(tmp_path, saved):
+    store = open_store(f"file://{tmp_path}/store")
+    saved.write("a", b"1")
+    saved.copy(store)
+    (tmp_path / "store/manifests/999999999999.json").write_text("{}")
+    saved.write("a", b"2")
+    with pytest.raises(StorageError, match="checkpoints cannot be copied: "):
+        saved.copy(store)
+    assert {*os.listdir(tmp_path / "store/manifests")} == {"000000000001.json", "999999999999.json"}
