@@ -18,8 +18,12 @@ VALUE = re.compile(rb'"[^"]*"|[,\[{]')
 Check = Callable[[Any], str]
 
 
-def has_more_values(text: bytes, most: int = MAX_VALUES) -> bool:
-    """Whether JSON text has more texts, commas and opening brackets: parsed, it can take thirty times its size."""
+def has_more_values(text: bytes, most: int | None = None) -> bool:
+    """Whether JSON text has more texts, commas and opening brackets: parsed, it can take thirty times its size.
+
+    Without `most`, that is MAX_VALUES.
+    """
+    most = MAX_VALUES if most is None else most
     if sum(map(text.count, (b",", b"[", b"{", b'"'))) <= most:  # fast, and almost always the case
         return False
     plain = text.replace(rb"\\", b"").replace(rb"\"", b"")  # without quotes in texts
