@@ -38,9 +38,7 @@ if importlib.util.find_spec("docker"):
 
 
 TESTS = Path(__file__).parent
-# Fast tests of a file run in one pytest process, which imports what they need only once, and those of the app in few:
-# each of them imports torch twice.
-BY_FILE, APP, APP_PROCESSES = ("unit", "project", "benchmarks"), "app", 2
+BY_FILE = ("unit", "app", "project", "benchmarks")  # tests of a file in one pytest process, which imports torch once
 # Expensive fixtures, and in how many pytest processes each is set up and shared by its tests.
 SHARED = {"hosts": 1, "single": 1, "kept": 1, "slurm_image": 1, "looked_at": 1}
 
@@ -70,14 +68,8 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.xdist_group(f"ready-{item.callspec.params['engine']}"))
         if item.get_closest_marker("gpu"):  # one after the other: they measure the memory in use
             item.add_marker(pytest.mark.xdist_group("gpu"))
-    files = [*dict.fromkeys(item.path for item in items)]
-    for item in items:
-        room, *_ = item.path.relative_to(TESTS).parts
-        if not item.get_closest_marker("xdist_group"):
-            if room in BY_FILE:
-                item.add_marker(pytest.mark.xdist_group(str(item.path)))
-            elif room == APP:
-                item.add_marker(pytest.mark.xdist_group(f"{APP}-{files.index(item.path) % APP_PROCESSES}"))
+        if item.path.relative_to(TESTS).parts[0] in BY_FILE and not item.get_closest_marker("xdist_group"):
+            item.add_marker(pytest.mark.xdist_group(str(item.path.relative_to(TESTS))))
     return (yield)
 
 
