@@ -19,16 +19,15 @@ from typing import Any, TypeVar
 from orchestrate.clock import SYSTEM, Clock
 from orchestrate.files.folder import regular
 from orchestrate.job.events import VERSION, Event, JobEnded, JobResumed, SupervisorStarted, from_line, to_line
-from orchestrate.node.checks import has_more_values
+from orchestrate.node import checks
 
 E = TypeVar("E", bound=Event)
 
 
 def objects(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
-    """Parse the JSON objects in lines; others are skipped, such as the partial line of a killed process."""
+    """Parse the JSON objects in lines; anything else, such as the partial line of a killed process, is skipped."""
     for line in lines:
-        # An error for each of many other lines takes long, and many values take twenty times the size of the line.
-        if line.lstrip()[:1] == b"{" and not has_more_values(line):
+        if line.lstrip()[:1] == b"{":  # an error for each of many other lines takes long
             with contextlib.suppress(ValueError, RecursionError):
                 yield json.loads(line)
 
@@ -38,8 +37,10 @@ def read(content: bytes, key: bytes | None = b"") -> tuple[list[Event], str]:
 
     With None as the key, events are not verified, and may only be displayed. Events with unknown names are left out.
     Raises ValueError for an event that is damaged or was not written with the key in this order, and for a file of a
-    newer version.
+    newer version, or with too many values.
     """
+    if checks.has_more_values(content, 5 * checks.MAX_VALUES):  # they would take many times their size
+        raise ValueError("it has too many values")
     lines = (line for line in objects(io.BytesIO(content)) if isinstance(line.get("event"), str))
     found, last = [], ""
     for count, line in enumerate(lines, 1):

@@ -21,7 +21,7 @@ Check = Callable[[Any], str]
 def has_more_values(text: bytes, most: int | None = None) -> bool:
     """Whether JSON text has more texts, commas and opening brackets: parsed, it can take thirty times its size.
 
-    Without `most`, that is MAX_VALUES.
+    `most` is MAX_VALUES by default.
     """
     most = MAX_VALUES if most is None else most
     if sum(map(text.count, (b",", b"[", b"{", b'"'))) <= most:  # fast, and almost always the case

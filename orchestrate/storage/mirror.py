@@ -32,8 +32,8 @@ log = logging.getLogger(__name__)
 SCAN_INTERVAL = 2.0  # seconds between rounds; a file must not change for so long before it is copied
 MIN_INTERVAL = 0.25  # the same in seconds if files change all the time, which halves it in each round
 FIRST_RETRY, MAX_RETRY = 1.0, 30.0  # seconds until a failed round is retried, which double with each failure
-MAX_FAILED = 3  # objects that cannot be deleted, in a round
 LAST_RETRY = 2.0  # seconds at most between retries once the job has ended, as its end waits for the copy
+MAX_FAILED = 3  # objects that cannot be deleted, in a round
 
 
 @dataclass(frozen=True)
