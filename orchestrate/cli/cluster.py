@@ -92,7 +92,7 @@ class Cluster:
         return next((paths.root.name for paths in self.jobs() if lock.holder(paths)), "")
 
     def jobs(self) -> list[JobPaths]:
-        """Return the jobs whose files are still in the cluster's folder; a link without both is of no job."""
+        """Return the jobs whose files are still in the cluster's folder; links of a project may lead to none."""
         linked = store.on_cluster(self.paths.root.parent, self.name)
         return [each for each in linked if os.path.lexists(each.folder.path) or records.find(each.root)]
 

@@ -321,8 +321,7 @@ def read_plan(text: str, env: Mapping[str, str]) -> Plan:
     `env` is the job's own environment with the values of secrets, which the text does not contain; secrets in the
     command remain `***`.
     """
-    if checks.has_more_values(text.encode(errors="replace"), 5 * checks.MAX_VALUES):  # a worker has some sixty
-        raise ValueError("it has too many values")
+    checks.limit_values(text.encode(errors="replace"), 5 * checks.MAX_VALUES)  # a worker has some sixty
     values = json.loads(text)
     for worker in values["workers"]:
         worker["env"] |= env

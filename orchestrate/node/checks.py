@@ -18,16 +18,18 @@ VALUE = re.compile(rb'"[^"]*"|[,\[{]')
 Check = Callable[[Any], str]
 
 
-def has_more_values(text: bytes, most: int | None = None) -> bool:
-    """Whether JSON text has more texts, commas and opening brackets: parsed, it can take thirty times its size.
-
-    `most` is MAX_VALUES by default.
-    """
-    most = MAX_VALUES if most is None else most
+def has_more_values(text: bytes, most: int) -> bool:
+    """Whether JSON text has more texts, commas and opening brackets: parsed, it can take thirty times its size."""
     if sum(map(text.count, (b",", b"[", b"{", b'"'))) <= most:  # fast, and almost always the case
         return False
     plain = text.replace(rb"\\", b"").replace(rb"\"", b"")  # without quotes in texts
     return any(count == most for count, _ in enumerate(VALUE.finditer(plain)))
+
+
+def limit_values(text: bytes, most: int) -> None:
+    """Raise ValueError for JSON text that has more values."""
+    if has_more_values(text, most):
+        raise ValueError("it has too many values")
 
 
 class Refused(ValueError):

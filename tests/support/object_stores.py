@@ -1,5 +1,6 @@
 """Object stores that run on this machine, and folders to copy."""
 
+import contextlib
 import os
 import shutil
 import signal
@@ -8,11 +9,12 @@ import subprocess
 import sys
 import sysconfig
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
+from orchestrate.errors import StorageError
 from orchestrate.files.folder import Folder
 from orchestrate.storage.base import Store
 from orchestrate.storage.fetch import never, restore
@@ -204,3 +206,20 @@ def bucket(rclone, tmp_path, monkeypatch):
     (folder / "a").write_text("A")
     (folder / "sub" / "b").write_text("B")
     return folder
+
+
+@contextlib.contextmanager
+def undeletable(store: Store, prefix: str) -> Iterator[None]:
+    """A store whose deletions fail for objects with keys that begin with `prefix`."""
+    delete = store.delete
+
+    def refuses(keys: Sequence[str]) -> None:
+        if keys[0].startswith(prefix):
+            raise StorageError("the connection was lost")
+        delete(keys)
+
+    store.delete = refuses  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        store.delete = delete

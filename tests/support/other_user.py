@@ -17,8 +17,10 @@ def folder_of_user() -> Iterator[Path]:
     top = Path(tempfile.mkdtemp())
     if not os.getuid():
         os.chown(top, USER, USER)
-    yield top
-    shutil.rmtree(top)
+    try:
+        yield top
+    finally:
+        shutil.rmtree(top)
 
 
 def as_user(action: Callable[[], object]) -> None:
@@ -27,14 +29,14 @@ def as_user(action: Callable[[], object]) -> None:
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         return
     code = 1
-    with contextlib.suppress(BaseException):
-        try:
-            if not os.getuid():
-                os.setgroups([])
-                os.setgid(USER)
-                os.setuid(USER)
-            action()
-            code = 0
-        except BaseException:
-            traceback.print_exc()
-    os._exit(code)
+    try:
+        if not os.getuid():
+            os.setgroups([])
+            os.setgid(USER)
+            os.setuid(USER)
+        action()
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)

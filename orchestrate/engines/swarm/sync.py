@@ -243,7 +243,7 @@ class FileSync:
         for path, facts in files.items():
             failed, when = node.failed.get(path, ([], 0.0))
             waits = facts == failed and when > max(self.called, now - RETRY_INTERVAL)
-            if facts != node.files.get(path) and not waits and not self.closing and self._may_copy(node, path):
+            if facts != node.files.get(path) and not waits and self._may_copy(node, path):
                 if not same(self.run_dir / path, facts):
                     wanted[path] = facts
                     continue
@@ -294,7 +294,9 @@ class FileSync:
         return self.owners.get(path) == self.nodes.index(node)
 
     def _may_copy(self, node: _Node, path: str) -> bool:
-        """Whether a file may be copied from a node: its path is safe, and no earlier node has it."""
+        """Whether a file may be copied from a node: its path is safe, no earlier node has it, and copying goes on."""
+        if self.closing:  # a list may be long
+            return False
         parts = PurePosixPath(path).parts
         harmless = parts and path == "/".join(parts) and not parts[0].startswith("/") and not {"..", "."} & set(parts)
         if not harmless or parts[0] in OWN or parts[0] == LOGS or any(map(hidden, parts)):
@@ -340,7 +342,7 @@ class FileSync:
             self._remove(node, path)
         if node is self.nodes[0]:
             for path in changes.gone:
-                if not self.closing and self._may_copy(node, path):
+                if self._may_copy(node, path):
                     self._remove(node, path)
         plain = {path: to for path, to in changes.links.items() if "/" not in to and to not in ("..", ".", "")}
         if len(plain) > MAX_LINKS:
@@ -348,7 +350,7 @@ class FileSync:
         for path, target in islice(plain.items(), MAX_LINKS):
             link = self.run_dir / path
             free = os.path.islink(link) or path in node.files or not os.path.exists(link)
-            if free and not self.closing and self._may_copy(node, path):
+            if free and self._may_copy(node, path):
                 with contextlib.suppress(OSError):
                     node.files[path] = []
                     place_link(self.here, path, target, node.name)

@@ -1,12 +1,12 @@
 """Folders that a user may enter, but not list."""
 
-import contextlib
 import os
 import shutil
 import tempfile
 from pathlib import Path
 
 import pytest
+from support.other_user import USER, as_user
 
 from orchestrate.files.folder import ROOT, unlinked
 
@@ -19,16 +19,14 @@ def test_folders_that_may_only_be_entered_must_not_keep_a_user_from_their_own():
     home.mkdir(parents=True)
     (home / "file").write_text("mine")
     for path in (home, home / "file"):
-        os.chown(path, 61000, 61000)
+        os.chown(path, USER, USER)
     for path in (top, top / "home"):
         path.chmod(0o711)
-    if not (child := os.fork()):
-        with contextlib.suppress(BaseException):
-            os.setgid(61000)
-            os.setuid(61000)
-            with ROOT.open(f"{home}/file") as file, ROOT.opened(f"{home}/new/inner", make=True) as inner:
-                right = file.read() == b"mine" and os.fstat(inner).st_uid == 61000
-            os._exit(0 if right and unlinked(home / "file").st_size == 4 else 1)
-        os._exit(2)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+    def use() -> None:
+        with ROOT.open(f"{home}/file") as file, ROOT.opened(f"{home}/new/inner", make=True) as inner:
+            assert file.read() == b"mine" and os.fstat(inner).st_uid == USER
+        assert unlinked(home / "file").st_size == 4
+
+    as_user(use)
     shutil.rmtree(top)

@@ -6,7 +6,7 @@ import os
 import tracemalloc
 
 import pytest
-from support.object_stores import BIG, MIB, Trigger, fetched, run_mirror
+from support.object_stores import BIG, MIB, Trigger, fetched, run_mirror, undeletable
 from support.optional import not_none
 
 from orchestrate.errors import StorageConflict, StorageError
@@ -118,19 +118,12 @@ def test_only_the_newest_two_sets_must_be_kept(store, saved, elsewhere):
 
 def test_a_file_that_is_uploaded_again_before_its_deletion_is_retried_must_be_kept(tmp_path, saved, elsewhere):
     store = open_store(f"file://{tmp_path}/store")
-    mirror, delete = saved.mirror(store), store.delete
-
-    def fails_for_files(keys) -> None:
-        if keys[0].startswith("files/"):
-            raise StorageError("the connection was lost")
-        delete(keys)
-
-    store.delete = fails_for_files
-    for content in (b"1", b"2", b"3"):
-        saved.write("state.pt", content)
-        saved.write("step.pt", content * 2)
-        assert mirror.sync(never, final=True)
-    store.delete = delete
+    mirror = saved.mirror(store)
+    with undeletable(store, "files/"):
+        for content in (b"1", b"2", b"3"):
+            saved.write("state.pt", content)
+            saved.write("step.pt", content * 2)
+            assert mirror.sync(never, final=True)
     saved.write("state.pt", b"1")
     assert mirror.sync(never, final=True)
     assert fetched(store, elsewhere) == {"state.pt": b"1", "step.pt": b"33"}
