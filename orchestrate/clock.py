@@ -20,3 +20,19 @@ class Clock(Protocol):
 
 
 SYSTEM: Clock = time
+
+
+class Stall:
+    """Tells when something has not moved for too long."""
+
+    def __init__(self, clock: Clock, seconds: float, least: int = 1) -> None:
+        """It moves as long as its count grows by `least` within `seconds`."""
+        self.clock, self.seconds, self.least = clock, seconds, least
+        self.count, self.since = 0, clock.monotonic()
+
+    def seen(self, count: int) -> bool:
+        """Record the count; return whether it has stalled."""
+        now = self.clock.monotonic()
+        if count >= self.count + self.least:
+            self.count, self.since = count, now
+        return now - self.since > self.seconds

@@ -109,8 +109,11 @@ class Session(Protocol):
         Raises OSError if the disk is full.
         """
 
-    def start(self, plan: Plan) -> None:
-        """Start the workers of `plan`, rank 0 first; one that cannot start counts as ended. Forget earlier workers."""
+    def start(self, plan: Plan, stopped: Callable[[], bool] = never) -> None:
+        """Start the workers of `plan`, rank 0 first; one that cannot start counts as ended. Forget earlier workers.
+
+        Those on other machines, to which files are sent first, do not start once `stopped()`.
+        """
 
     def wait(self, timeout: float) -> Observed:
         """Wait up to `timeout` seconds for news of workers and nodes."""

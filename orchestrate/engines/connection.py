@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import select
 import socket
 import time
 from collections.abc import Callable
 from typing import TypeVar
 
+from orchestrate.engines.base import never
 from orchestrate.errors import EngineError
 from orchestrate.node import protocol
 from orchestrate.node.auth import Signer
@@ -15,6 +17,7 @@ from orchestrate.node.protocol import MAX_GREETING
 
 T = TypeVar("T")
 ANSWER_TIMEOUT = 10.0  # seconds to wait for a node's answer
+POLL_INTERVAL = 0.5  # seconds between two questions whether an answer is still wanted
 
 
 class NodeConnection:
@@ -59,8 +62,11 @@ class NodeConnection:
             return False
         return True
 
-    def receive(self) -> list[protocol.Report] | None:
-        """Read reports from the node once the socket is readable; None if the connection is closed."""
+    def receive(self, admit: Callable[[int], None] = lambda size: None) -> list[protocol.Report] | None:
+        """Read reports from the node once the socket is readable; None if the connection is closed.
+
+        `admit` is called with the size of each in bytes, before it is parsed.
+        """
         chunk = b""
         with contextlib.suppress(OSError):
             chunk = self.sock.recv(1 << 16)
@@ -73,8 +79,12 @@ class NodeConnection:
             self.partial = bytearray(rest)
         if len(self.partial) > protocol.MAX_REPORT:
             return None
+        reports = list[protocol.Report]()
         try:
-            return [protocol.report(self.signer.verify(line)) for line in lines]
+            for line in lines:
+                admit(len(line))
+                reports.append(protocol.report(self.signer.verify(line)))
+            return reports
         except ValueError:  # for example an error message of Docker, if a container ends while an exec starts
             return None
 
@@ -88,18 +98,28 @@ class NodeConnection:
         self.interrupt()
         self.sock.close()
 
-    def converse(self, request: protocol.Request, answer: type[T], patience: float = ANSWER_TIMEOUT) -> T:
+    def converse(
+        self,
+        request: protocol.Request,
+        answer: type[T],
+        patience: float = ANSWER_TIMEOUT,
+        stopped: Callable[[], bool] = never,
+        admit: Callable[[int], None] = lambda size: None,
+    ) -> T:
         """Send a request and wait for a report of type `answer`, on a connection that has no other use.
 
         Raises ConnectionError if the connection closes or no answer arrives within `patience` seconds, whatever
-        else the node sends meanwhile; EngineError if the node reports an error.
+        else the node sends meanwhile, and soon after `stopped()`; EngineError if the node reports an error.
+        `admit` is called with the size of each report in bytes, before it is parsed.
         """
         deadline = time.monotonic() + patience
-        self.sock.settimeout(patience)
-        sent = self.send(request)
-        while sent and (left := deadline - time.monotonic()) > 0:
-            self.sock.settimeout(left)
-            reports = self.receive()
+        self.sock.settimeout(ANSWER_TIMEOUT)
+        sent, readable = self.send(request), select.poll()
+        readable.register(self.sock, select.POLLIN)
+        while sent and not stopped() and (left := deadline - time.monotonic()) > 0:
+            if not readable.poll(1000 * min(left, POLL_INTERVAL)):
+                continue
+            reports = self.receive(admit)
             if reports is None:
                 break
             for report in reports:

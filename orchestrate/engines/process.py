@@ -219,7 +219,7 @@ class ProcessSession:
     def gather(self, stopped: Callable[[], bool]) -> None:
         """Do nothing: nodes write to the job folder directly."""
 
-    def start(self, plan: Plan) -> None:
+    def start(self, plan: Plan, stopped: Callable[[], bool] = never) -> None:
         """Start the workers of a plan."""
         self.clients.start(plan)
 

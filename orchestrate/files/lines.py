@@ -28,6 +28,19 @@ class Lines:
         start = max(0, os.fstat(file.fileno()).st_size - last)
         self.offset = start + (os.pread(file.fileno(), last, start).find(b"\n") + 1 if start else 0)
 
+    def tail(self, file: BinaryIO, lines: int, most: int) -> None:
+        """Skip to the last `lines` lines, or one more, within about the last `most` bytes of the file."""
+        at = size = os.fstat(file.fileno()).st_size
+        newlines = lines + 1  # the last line ends with one
+        while at > max(0, size - most):
+            at, end = max(0, at - BLOCK), at
+            block = os.pread(file.fileno(), end - at, at)
+            if (found := block.count(b"\n")) >= newlines:
+                self.offset = at + len(block.rsplit(b"\n", newlines)[0]) + 1
+                return
+            newlines -= found
+        self.skip(file, size - at)
+
     def near_end(self, file: BinaryIO, most: int) -> None:
         """Start again if the file was truncated, and skip what is more than `most` bytes before its end."""
         behind = os.fstat(file.fileno()).st_size - self.offset

@@ -15,6 +15,7 @@ from orchestrate.files.paths import LOGS, JobPaths, log
 from orchestrate.node.trees import data
 
 TAIL = 1 << 16  # bytes read at the end of a log
+MAX_TAIL = 256 << 20  # bytes at the end of a log in which its last lines are looked for
 MAX_BAR = 1 << 12  # bytes at the end of an unterminated line in which a progress bar is looked for
 NOISE = re.compile(  # what torch's C++ code prints after an error
     r"(?:\[rank\d+\]: ?)?(?:frame #\d+: .*\(0x[0-9a-f]+|Exception raised from .* \(most recent call first\):$"
@@ -70,6 +71,13 @@ class Follower:
         for rank, folder in self._each():
             with contextlib.suppress(OSError), regular(_name(rank), folder) as file:
                 self.read[rank].skip(file, last)
+
+    def tail(self, lines: int) -> None:
+        """Skip output before the last `lines` lines of each log."""
+        for rank, folder in self._each():
+            with contextlib.suppress(OSError), regular(_name(rank), folder) as file:
+                self.read[rank].tail(file, lines, MAX_TAIL)
+                self.silent = self.silent and not self.read[rank].offset
 
     def near_end(self, most: int) -> None:
         """Skip output that is more than `most` bytes before the end of a log."""

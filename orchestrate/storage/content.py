@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from typing import BinaryIO
 
 from orchestrate.files.folder import Folder
@@ -22,6 +23,44 @@ class Changed(Exception):
 
 class Unreadable(Exception):
     """A file cannot be read, for example because of its mode."""
+
+
+class Progress:
+    """Counts bytes that are read of files, and files that are copied, each of them once."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._read: dict[str, int] = {}  # bytes by path, in the attempt that got furthest
+        self._copied: set[str] = set()
+        self._most: Mapping[str, int] | None = None
+        self._changing = threading.Lock()
+
+    def limit(self, sizes: Mapping[str, int]) -> None:
+        """Count no more than these files, and bytes of each, from now on: a process that writes on could never end."""
+        self._most = self._most or sizes
+
+    def read(self, path: str, total: int) -> None:
+        """Count the bytes of a file that no earlier attempt has read."""
+        with self._changing:
+            # A file is read for its digest, and then to be copied.
+            most = total if self._most is None else min(total, 2 * self._most.get(path, 0))
+            if (more := most - self._read.get(path, 0)) > 0:
+                self._read[path] = most
+                self.count += more
+
+    def copied(self, path: str) -> None:
+        """Count a file."""
+        with self._changing:
+            if path not in self._copied and (self._most is None or path in self._most):
+                self._copied.add(path)
+                self.count += 1
+
+    def forget(self, kept: Mapping[str, object]) -> None:
+        """Forget files that are gone, unless there is a limit: one with the same name would count again."""
+        with self._changing:
+            if self._most is None:
+                self._read = {path: size for path, size in self._read.items() if path in kept}
+                self._copied.intersection_update(kept)
 
 
 class Content:

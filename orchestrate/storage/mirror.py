@@ -22,7 +22,7 @@ from orchestrate.files.folder import Folder
 from orchestrate.node.checks import shown
 from orchestrate.storage import manifest as manifests
 from orchestrate.storage.base import PART, Store
-from orchestrate.storage.content import Changed, Content, Unreadable
+from orchestrate.storage.content import Changed, Content, Progress, Unreadable
 from orchestrate.storage.manifest import Damaged, Entry, Manifest
 from orchestrate.storage.parallel import Stopped, each
 from orchestrate.storage.scan import Facts, Scan, scan
@@ -41,7 +41,6 @@ class State:
     """The state of a mirror; numbers of files and bytes that this process has uploaded and has yet to upload."""
 
     files: int = 0
-    read: int = 0  # bytes, which also grows within a file, but not if it is read again
     pending_files: int = 0
     pending_bytes: int = 0
     skipped: tuple[str, ...] = ()  # paths that are not copied, with the reason
@@ -75,7 +74,7 @@ class Mirror:
         self._unwanted: OrderedDict[str, None] = OrderedDict()  # keys of objects to delete, from the last on
         self._uploaded: set[str] = set()  # keys of objects that no manifest names yet
         self._digests: dict[str, tuple[Facts, str]] = {}  # of files that this process has read
-        self._reached: dict[str, int] = {}  # bytes of each file that were read in the attempt that got furthest
+        self.progress = Progress()
         self._closing, self._aborted = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -119,6 +118,8 @@ class Mirror:
         """
         self._resume()
         before = scan(self.folder, self.below) if final else self._last
+        if final and before:
+            self.progress.limit({path: facts.size for path, facts in before.files.items()})
         self._last = now = scan(self.folder, self.below)
         settled = {path: facts for path, facts in now.files.items() if before and before.files.get(path) == facts}
         same = before is not None and now.files == before.files
@@ -156,13 +157,15 @@ class Mirror:
         self._update(pending_files=len(files), pending_bytes=_size(files))
 
         def take(path: str) -> None:
-            content = Content(self.folder, f"{self.below}/{path}", files[path], stopped, partial(self._moved, path))
+            moved = partial(self.progress.read, path)
+            content = Content(self.folder, f"{self.below}/{path}", files[path], stopped, moved)
             try:
                 found.append(self._entry(path, content, old.get(path)))
             except Unreadable as error:
                 if self.whole:
                     raise
                 unreadable.append(str(error))
+            self.progress.copied(path)
             with self._changing:
                 state, size = self._state, files[path].size
                 self._state = replace(
@@ -175,7 +178,7 @@ class Mirror:
     def _forget(self, files: Mapping[str, Facts]) -> None:
         """Forget files that are gone; delete what rounds that have failed uploaded, and no file has anymore."""
         self._digests = {path: known for path, known in self._digests.items() if path in files}
-        self._reached = {path: read for path, read in self._reached.items() if path in files}
+        self.progress.forget(files)
         if self._uploaded:
             still = {manifests.key_of(path, digest) for path, (_, digest) in self._digests.items()}
             self._delete(self._uploaded - still)
@@ -312,13 +315,6 @@ class Mirror:
         if text != self._state.error:
             log.warning("%s", text, exc_info=not expected)
         self._update(error=text, hint=getattr(error, "hint", ""))
-
-    def _moved(self, path: str, total: int) -> None:
-        """Count the bytes of a file that no earlier attempt has read."""
-        with self._changing:
-            more = max(0, total - self._reached.get(path, 0))
-            self._reached[path] = self._reached.get(path, 0) + more
-            self._state = replace(self._state, read=self._state.read + more)
 
     def _update(self, **changes: Any) -> None:
         with self._changing:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 from orchestrate.errors import StorageError, StorageLost
 from orchestrate.files.folder import Folder
 from orchestrate.node.checks import shown
 from orchestrate.node.ranks import FENCE
 from orchestrate.storage.base import PART, Store
-from orchestrate.storage.content import Content
+from orchestrate.storage.content import Content, Progress
 from orchestrate.storage.parallel import each
 from orchestrate.storage.scan import Facts, scan
 
@@ -21,10 +22,13 @@ class Refused(StorageError):
     """The store refuses more files than one would try again."""
 
 
-def upload(store: Store, folder: Folder, prefix: str, done: set[str], stopped: Callable[[], bool]) -> dict[str, str]:
+def upload(
+    store: Store, folder: Folder, prefix: str, done: set[str], stopped: Callable[[], bool], progress: Progress
+) -> dict[str, str]:
     """Copy the files of a folder, which nothing writes anymore, to keys `prefix/PATH`; return what is skipped, and why.
 
-    Adds the paths that are copied to `done`, and leaves out those that are in it, so that a call can continue another.
+    Adds the paths that are copied to `done`, and leaves out those that are in it, so that a call can continue another;
+    `progress` counts them.
     Raises StorageError once the other files are copied, Refused at once, OSError, and Stopped soon after `stopped()`.
     """
     found = scan(folder, "")
@@ -38,9 +42,10 @@ def upload(store: Store, folder: Folder, prefix: str, done: set[str], stopped: C
             continue
         del found.files[path]
     refused: list[StorageError] = []
+    progress.limit({path: facts.size for path, facts in found.files.items()})
 
     def take(path: str) -> None:
-        content = Content(folder, path, found.files[path], stopped)
+        content = Content(folder, path, found.files[path], stopped, partial(progress.read, path))
         try:
             _put(store, f"{prefix}/{path}", content.facts, content.all())
         except StorageLost:
@@ -51,6 +56,7 @@ def upload(store: Store, folder: Folder, prefix: str, done: set[str], stopped: C
                 raise Refused(str(error), error.hint) from None
         else:
             done.add(path)
+            progress.copied(path)
 
     each(take, [path for path in sorted(found.files) if path not in done], stopped)
     if refused:

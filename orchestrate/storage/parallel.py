@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import ParamSpec, TypeVar
 
 T = TypeVar("T")
 P = ParamSpec("P")
 
+POLL_INTERVAL = 0.1  # seconds between two questions whether to stop
+STOP_TIMEOUT = 2.0  # seconds for work to end by itself once it is asked to
 AT_ONCE = 4  # files; hides the latency of a request per small file, while large ones share the bandwidth
 
 
@@ -45,6 +49,20 @@ def each(work: Callable[[T], None], items: Iterable[T], stopped: Callable[[], bo
         raise
     if failures:
         raise failures[0]
+
+
+def stoppable(stopped: Callable[[], bool], function: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:
+    """Return the result of a function; raises Stopped soon after `stopped()`, even if a request in it takes minutes.
+
+    The request then goes on, in a thread that does not keep the process from exiting.
+    """
+    done, until = started(function, *arguments, **options), math.inf
+    while not wait([done], POLL_INTERVAL).done:
+        if stopped():
+            until = min(until, time.monotonic() + STOP_TIMEOUT)
+        if time.monotonic() > until:
+            raise Stopped
+    return done.result()
 
 
 def interruptible(function: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:

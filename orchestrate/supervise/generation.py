@@ -15,12 +15,11 @@ from orchestrate.supervise.diagnosis import PEER_FAILURE_WINDOW, TIMEOUT, diagno
 from orchestrate.supervise.job_files import CONTEXT, LAST_LINES
 from orchestrate.supervise.nodes import Nodes
 from orchestrate.supervise.policy import CRASH_LOOP_SECONDS
-from orchestrate.supervise.running import ENGINE_TIMEOUT, Running
+from orchestrate.supervise.running import BY_MAX_RUN, BY_USER, ENGINE_TIMEOUT, Running
 from orchestrate.supervise.saves import Saves
 from orchestrate.supervise.tracebacks import before_dump
 from orchestrate.supervise.world import WorldCheck
 
-BY_USER, BY_MAX_RUN = "stopped by the user", "max_run was reached"
 FAILED, RESCALED, REMOVED = "a worker failed", "a node is back", "its run directory was removed"
 PARTITION_TIMEOUT = 5.0  # seconds that a node may be disconnected from the network
 LOADED_SECONDS = 600.0  # a script that has run for longer can be loaded, even if it reports no progress
@@ -155,8 +154,9 @@ class Generation:
         """Start the workers, once."""
         if not self.launched:
             self.launched = True
-            self.job.session.start(self.plan)
+            self.job.session.start(self.plan, lambda: bool(self.job.over()))
             self.emit(events.GenerationStarted(self.plan.generation, self.plan.placement.packages))
+            self._stop_if_over()  # some workers may not have been started then
             self.awaited, self.noted = set(), self.clock.monotonic()
 
     def _step(self) -> None:
@@ -171,11 +171,7 @@ class Generation:
         if self.clock.monotonic() > self.killing:
             self._kill()
         self._check_started(seen.starting)
-        if self.stops() > self.handled_stops:
-            self.handled_stops = self.stops()
-            self._stop(BY_USER)
-        if self.spec.max_run and self.emit.seconds() - self.job.since > self.spec.max_run and not self.why:
-            self._stop(BY_MAX_RUN)
+        self._stop_if_over()
         if not self.why and self.files.gone():
             self._stop(REMOVED)
         self.job.check()
@@ -224,6 +220,14 @@ class Generation:
             timeout = is_peer_failure(self.files.last_lines(end.rank), TIMEOUT)
             self.failing = min(self.failing, self.clock.monotonic() + PEER_FAILURE_WINDOW * timeout)
         self._stop_if_failing()
+
+    def _stop_if_over(self) -> None:
+        """Stop the workers on request, and once `max_run` is reached."""
+        if self.stops() > self.handled_stops:
+            self.handled_stops = self.stops()
+            self._stop(BY_USER)
+        if not self.why and (why := self.job.over()):
+            self._stop(why)
 
     def _stop_if_failing(self) -> None:
         """Stop the other workers after a failure; after a timeout, first let the others that wait time out as well.

@@ -204,8 +204,10 @@ def _end(supervisor: Supervisor, result: JobResult, files: JobFiles, stores: Sto
     """Finish the files that workers wrote, record the end, and return the content of report.json without secrets."""
     emit, ended = supervisor.emit, supervisor.history.ended
     down = isinstance(emit.events[-1], NodesDown)
-    written = files.tidy(supervisor.plan.placement) if down else None
+    work = down and supervisor.plan.placement.has_work
+    written = report.Written(files.paths.work, [], False) if work else None
     try:
+        written = files.tidy(supervisor.plan.placement) if down else None
         copies = stores.end("" if down else "nodes may still write")
     except patience.Abandoned:
         patience.calm()
@@ -273,6 +275,8 @@ def _finish(files: JobFiles, data: dict[str, Any], stores: Stores, show: Callabl
         except patience.Abandoned:
             patience.calm()
             show(f"warning: could not finish all files of {paths.root} in time")
+    if not paths.report.exists():
+        show(f"hint: python -m orchestrate attach {paths.root.name} writes the report once that is possible")
 
 
 def rest(paths: JobPaths, spec: JobSpec, plan: Plan, last: int | None = LAST_OUTPUT) -> Follower:

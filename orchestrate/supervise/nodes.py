@@ -73,7 +73,7 @@ class Nodes:
         self.emit(events.NodesUp(nodes, self.hosts))
         if copies:
             self.work_copy.finish()
-        self.job.write(lambda: self.job.session.gather(lambda: self.job.stops() > 0))
+        self.job.write(lambda: self.job.session.gather(self._stopped))
         self.plan = self._planned(nodes, number)
         self.job.write(lambda: self.keep(self.plan))
 
@@ -117,11 +117,14 @@ class Nodes:
                 raise
             except EngineError:
                 tries -= 1
-                if not tries or self.job.stops() or self.job.sleep(1.0):
+                if not tries or self.job.over() or self.job.sleep(1.0):
                     raise
 
     def _up(self, wanted: Plan) -> None:
-        self.job.session.up(wanted, lambda: self.job.stops() > 0)
+        self.job.session.up(wanted, self._stopped)
+
+    def _stopped(self) -> bool:
+        return bool(self.job.over())
 
     def _planned(self, nodes: tuple[str, ...], generation: int) -> Plan:
         """Return the plan of a generation; that of the first one already exists and was printed."""

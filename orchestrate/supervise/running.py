@@ -20,6 +20,7 @@ from orchestrate.supervise.job_files import JobFiles
 
 ENGINE_TIMEOUT = 300.0  # seconds that the engine may not respond, or the disk of the run directory may be full
 STOPPING_TIMEOUT = 10.0  # the same in seconds while the job is being stopped
+BY_USER, BY_MAX_RUN = "stopped by the user", "max_run was reached"
 TRANSIENT_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
 
 
@@ -68,17 +69,24 @@ class Running:
         """Show a warning to the user."""
         self.emit(WarningIssued(text))
 
+    def over(self) -> str:
+        """Return why the job is to end: it was asked to, or `max_run` was reached; empty if it goes on."""
+        if self.stops():
+            return BY_USER
+        late = self.spec.max_run and self.emit.seconds() - self.since > self.spec.max_run
+        return BY_MAX_RUN if late else ""
+
     def hurried(self) -> bool:
         """Whether the job was asked to stop a second time."""
         return self.stops() > 1
 
     def sleep(self, seconds: float) -> bool:
-        """Wait; return True as soon as there is a stop request."""
+        """Wait; return True as soon as there is a stop request, or `max_run` is reached."""
         deadline = self.clock.monotonic() + seconds
-        before = self.stops()
-        while self.clock.monotonic() < deadline and self.stops() == before:
+        before = self.stops(), self.over()
+        while self.clock.monotonic() < deadline and (self.stops(), self.over()) == before:
             self.clock.sleep(0.05)
-        return self.stops() > before
+        return (self.stops(), self.over()) != before
 
     def retry(self, action: Callable[[], None], fails: type[Exception], event: Callable[[str], Event]) -> None:
         """Retry `action` until it succeeds or the time limit is reached; emit `event` at the first failure.

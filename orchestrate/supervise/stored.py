@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from orchestrate.clock import Stall
 from orchestrate.console import during, phase, shortened
 from orchestrate.errors import OrchestrateError, StorageConflict, StorageError
 from orchestrate.files.paths import CHECKPOINTS, JobPaths
@@ -14,11 +15,11 @@ from orchestrate.job import events
 from orchestrate.job.recorder import Recorder
 from orchestrate.job.report import Copied
 from orchestrate.job.spec import JobSpec
-from orchestrate.storage.content import Changed, Unreadable
+from orchestrate.storage.content import Changed, Progress, Unreadable
 from orchestrate.storage.fetch import restore
-from orchestrate.storage.mirror import Mirror, State
+from orchestrate.storage.mirror import Mirror
 from orchestrate.storage.output import RECORD, Refused, upload
-from orchestrate.storage.parallel import Stopped
+from orchestrate.storage.parallel import Stopped, each, stoppable
 from orchestrate.storage.store import open_store
 from orchestrate.supervise.stores import Stores
 
@@ -39,19 +40,22 @@ class Stored(Stores):
     mirror: Mirror | None = None
     warned: set[str] = field(default_factory=set)
 
-    def begin(self) -> None:
+    def begin(self, stopped: Callable[[], bool]) -> None:
         """Fetch the newest checkpoints if no worker has ever started, and begin to copy; raises OrchestrateError.
 
-        Waits while the store does not respond, for two minutes. Files that exist before any worker has started were
-        fetched by an earlier supervisor, which did not get any further.
+        Waits while the store does not respond, for two minutes, and no longer once `stopped()`. Files that exist before
+        any worker has started were fetched by an earlier supervisor, which did not get any further.
         """
         if not self.spec.checkpoints:
             return
         store, folder = open_store(self.spec.checkpoints), self.paths.folder
         started = any(isinstance(event, events.GenerationStarting) for event in self.emit.events)
         if not started and not folder.entries(CHECKPOINTS):
+            damages: list[str] = []
             with during(f"fetching checkpoints from {store.url}"), contextlib.suppress(Stopped):
-                found = restore(store, folder, CHECKPOINTS, lambda: self.stops() > 0, warn=self._warn)
+                found = stoppable(stopped, restore, store, folder, CHECKPOINTS, stopped, warn=damages.append)
+                for damage in damages:
+                    self._warn(damage)
                 if found:
                     self.emit(events.CheckpointsFetched(store.url, len(found.files), found.size, found.job))
         self.mirror = Mirror(store, folder, CHECKPOINTS, self.paths.root.name)
@@ -80,12 +84,21 @@ class Stored(Stores):
         if self.spec.output:
             store, paths, hide = open_store(self.spec.output), self.paths, self.spec.mask()
             files = (paths.report, paths.page, paths.events, paths.spec, paths.plan, paths.patch)
-            for path in filter(Path.exists, files):
+            progress = Progress()
+
+            def put(path: Path) -> None:
                 if path == paths.spec:  # it has the command as it is; YAML may escape and fold a secret
                     text = self.spec.to_yaml(hide)
                 else:
                     text = hide(path.read_bytes().decode(errors="surrogateescape"))
                 store.put(f"{paths.root.name}/{RECORD}/{path.name}", text.encode(errors="surrogateescape"))
+                progress.copied(path.name)
+
+            try:
+                over = self._over(progress)
+                stoppable(over, each, put, filter(Path.exists, files), over)
+            except Stopped:
+                raise StorageError(f"{store.url} has not stored all of the record in time") from None
 
     def _warn(self, text: str) -> None:
         text = shortened(text, MAX_WARNING)
@@ -93,16 +106,17 @@ class Stored(Stores):
             self.warned.add(text)
             self.emit(events.WarningIssued(text))
 
+    def _over(self, progress: Progress) -> Callable[[], bool]:
+        """Return whether to give up copying: after another stop request, or too long without progress."""
+        stops, stall = self.stops(), Stall(self.emit.clock, NO_PROGRESS)
+        return lambda: self.stops() > stops or stall.seen(progress.count)
+
     def _end_mirror(self, mirror: Mirror) -> Copied:
-        clock, before, stops = self.emit.clock, State(), self.stops()
-        moved = clock.monotonic()
+        over = self._over(mirror.progress)
         mirror.finish()
-        while not mirror.finished and self.stops() == stops and clock.monotonic() - moved < NO_PROGRESS:
-            state = mirror.state
-            if (state.read, state.files) != (before.read, before.files):  # each round begins with all files pending
-                before, moved = state, clock.monotonic()
-            phase(f"copying checkpoints to {mirror.store.url}: {state.pending_bytes >> 20} MiB left")
-            clock.sleep(POLL_INTERVAL)
+        while not mirror.finished and not over():
+            phase(f"copying checkpoints to {mirror.store.url}: {mirror.state.pending_bytes >> 20} MiB left")
+            self.emit.clock.sleep(POLL_INTERVAL)
         phase("")
         state = mirror.close(0)
         error, hint = "" if state.complete else state.error, state.hint
@@ -115,16 +129,15 @@ class Stored(Stores):
             store = open_store(self.spec.output)
         except OrchestrateError as failure:
             return Copied("output", self.spec.output, 0, str(failure), failure.hint, [])
-        clock, name, stops = self.emit.clock, self.paths.root.name, self.stops()
-        moved = clock.monotonic()
+        name, progress = self.paths.root.name, Progress()
+        over = self._over(progress)
         done: set[str] = set()
         skipped: dict[str, str] = {}
         error = StorageError("copying was stopped")
         with during(f"copying output to {store.url}/{name}"):
-            while self.stops() == stops and clock.monotonic() - moved < NO_PROGRESS:
-                count = len(done)
+            while not over():
                 try:
-                    skipped = upload(store, self.paths.folder, name, done, lambda: self.stops() > stops)
+                    skipped = stoppable(over, upload, store, self.paths.folder, name, done, over, progress)
                     error = StorageError("")
                     break
                 except Stopped:
@@ -134,7 +147,6 @@ class Stored(Stores):
                     break
                 except (StorageError, OSError, Changed, Unreadable) as failure:
                     error = failure if isinstance(failure, StorageError) else StorageError(str(failure))
-                moved = clock.monotonic() if len(done) > count else moved
-                clock.sleep(RETRY_INTERVAL)
+                self.emit.clock.sleep(RETRY_INTERVAL)
         notes = [f"{path}: {why}" for path, why in skipped.items()]
         return Copied("output", f"{store.url}/{name}", len(done), str(error), error.hint, notes)

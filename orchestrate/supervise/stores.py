@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from orchestrate.console import during, phase, print_message
 from orchestrate.errors import StorageLost
 from orchestrate.job.folders import is_url
@@ -71,8 +73,11 @@ def _amount(size: int) -> str:
 class Stores:
     """No object stores."""
 
-    def begin(self) -> None:
-        """Fetch checkpoints before the first worker starts, and begin to copy new ones; raises StorageError."""
+    def begin(self, stopped: Callable[[], bool]) -> None:
+        """Fetch checkpoints before the first worker starts, unless `stopped()`, and begin to copy new ones.
+
+        Raises StorageError.
+        """
 
     def check(self) -> None:
         """Warn once about each problem."""

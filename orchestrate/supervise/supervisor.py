@@ -17,11 +17,11 @@ from orchestrate.job.plan import Plan
 from orchestrate.job.recorder import Recorder
 from orchestrate.job.spec import JobSpec
 from orchestrate.patience import Abandoned
-from orchestrate.supervise.generation import BY_USER, Generation
+from orchestrate.supervise.generation import Generation
 from orchestrate.supervise.job_files import JobFiles
 from orchestrate.supervise.nodes import Nodes
 from orchestrate.supervise.policy import decide
-from orchestrate.supervise.running import Running, Watch
+from orchestrate.supervise.running import BY_USER, Running, Watch
 from orchestrate.supervise.stores import Stores
 
 ABANDONED = "they did not end in time after a request to stop"
@@ -81,7 +81,7 @@ class Supervisor:
         if self.history.running < 0 and (result or self.history.recent):
             self._reconnect()
         try:
-            self.stores.begin()
+            self.stores.begin(lambda: bool(self.job.over()))
             if result is None:
                 self.result = result = self._run_generations()
                 self.emit(events.OutcomeDecided(result.outcome, result.why))
@@ -142,22 +142,22 @@ class Supervisor:
             return JobResult(Outcome.STOPPED, BY_USER) if self.stops() else JobResult(Outcome.LOST, str(error))
         while True:
             if ended is None:
-                if self.stops():
-                    return JobResult(Outcome.STOPPED, BY_USER)
+                if why := self.job.over():
+                    return JobResult(Outcome.STOPPED, why)
                 try:
                     self.connected = True
                     number = self.history.ended[-1].generation + 1 if self.history.ended else 0
                     self.nodes.bring_up(number, first=not self.history.recent)
                 except EngineError as error:
-                    if self.stops():
-                        return JobResult(Outcome.STOPPED, BY_USER)
+                    if why := self.job.over():
+                        return JobResult(Outcome.STOPPED, why)
                     if not self.history.recent:
                         raise
                     if isinstance(error, EngineLost):
                         return JobResult(Outcome.LOST, str(error))
                     return JobResult(Outcome.FAILED, f"the job cannot continue: {error}")
-                if self.stops():
-                    return JobResult(Outcome.STOPPED, BY_USER)
+                if why := self.job.over():
+                    return JobResult(Outcome.STOPPED, why)
                 ended = self._record(self._next_generation().watch())
             if ended.cause:
                 self.patterns.renew()
@@ -165,8 +165,8 @@ class Supervisor:
                 self.emit(events.RestartDecided(decision.restart, decision.why, decision.delay))
                 if not decision.restart:
                     return JobResult(Outcome.FAILED, decision.why)
-                if self.job.sleep(decision.delay):
-                    return JobResult(Outcome.STOPPED, BY_USER)
+                if self.job.over() or self.job.sleep(decision.delay):
+                    return JobResult(Outcome.STOPPED, self.job.over())
             elif ended.outcome != Outcome.RESCALED:
                 return JobResult(ended.outcome, ended.why)
             ended = None

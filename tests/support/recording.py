@@ -115,7 +115,7 @@ class RecordingEngine:
             self.calls.append("gather")
             raise self.full.pop()
 
-    def start(self, plan: Plan) -> None:
+    def start(self, plan: Plan, stopped: Callable[[], bool] = never) -> None:
         """Play the next generation."""
         self.calls.append("start")
         self.plans.append(plan)

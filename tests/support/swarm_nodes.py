@@ -39,7 +39,9 @@ def three_nodes(clock: Clock, run: Path) -> Iterator[FakeSession]:
     session.swarm.prepare()
     session.warned = warned
     session.have_code = {"t0", "t1", "t2"}
-    session._send_code = lambda code, nodes: session.have_code.update(session.nodes[name]["ID"] for name in nodes)
+    session._send_code = lambda code, nodes, stopped=None: session.have_code.update(
+        session.nodes[name]["ID"] for name in nodes
+    )
     for role, count in (("trainer", 2), ("master", 1)):
         session.swarm.scale(role, count)
     session.nodes = session.swarm.look()

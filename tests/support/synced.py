@@ -34,7 +34,7 @@ class FakeNode:
     def facts(self, path: str) -> list[int]:
         return [len(self.files[path]), self.times.get(path, 1), 1, 0o644]
 
-    def converse(self, request: Any, answer: type) -> Any:
+    def converse(self, request: Any, answer: type, **_: object) -> Any:
         assert request.folder == "job"
         if self.dead:
             raise ConnectionError

@@ -23,7 +23,7 @@ from orchestrate.job.logs import Follower, Line
 from orchestrate.job.times import Times
 from orchestrate.view.printer import Printer, Style
 
-MAX_TAIL = 16 << 20  # characters of all ranks that `--tail` keeps
+MAX_TAIL, LINE_SIZE = 64 << 20, 200  # bytes of all ranks that `--tail` keeps, of which each line takes some
 SEARCH_SECONDS = 1.0  # for one line, which a job can make to take hours
 
 
@@ -64,6 +64,9 @@ def run(args: argparse.Namespace) -> int:
     printer, show = Printer(plan, style), partial(console.out, colored=True)
     followers = [Follower(paths, [rank], hide=spec.mask(), colors=style.colors) for rank in sorted(wanted)]
     times, tail = _times(args, paths, len(plan.workers)), args.tail
+    if tail is not None and not args.grep:
+        for follower in followers:
+            follower.tail(tail)
     with waiting.detaching(paths.root.name) if args.follow else contextlib.nullcontext():
         for running in waiting.rounds(args, paths):
             streams = [_selected(follower, args, times, end=not running) for follower in followers]
@@ -81,15 +84,15 @@ def run(args: argparse.Namespace) -> int:
     return errors.SUCCEEDED
 
 
-def _last(stream: Iterator[Timed], lines: int, characters: int) -> Iterator[Timed]:
-    """Return the last lines of a rank, fewer if they are very long."""
+def _last(stream: Iterator[Timed], lines: int, most: int) -> Iterator[Timed]:
+    """Return the last lines of a rank, fewer if they take more than `most` bytes."""
     kept: deque[Timed] = deque()
     size = 0
     for one in stream:
         kept.append(one)
-        size += len(one.line.text)
-        while len(kept) > lines or (size > characters and len(kept) > 1):
-            size -= len(kept.popleft().line.text)
+        size += LINE_SIZE + len(one.line.text)
+        while len(kept) > lines or (size > most and len(kept) > 1):
+            size -= LINE_SIZE + len(kept.popleft().line.text)
     return iter(kept)
 
 

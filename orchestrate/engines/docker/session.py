@@ -170,7 +170,7 @@ class DockerSession:
     def gather(self, stopped: Callable[[], bool]) -> None:
         """Do nothing: nodes write to the job folder directly."""
 
-    def start(self, plan: Plan) -> None:
+    def start(self, plan: Plan, stopped: Callable[[], bool] = never) -> None:
         """Start the workers on their nodes."""
         if self.guard:
             self.guard.finish(self._healthy_nodes)

@@ -101,7 +101,7 @@ class SwarmSession:
                 raise EngineError(f"{len(plan.nodes) - len(found)} of {len(plan.nodes)} nodes did not start")
             self.clock.sleep(0.1)
             found = self._update_nodes()
-        self._send_code(Path(plan.placement.code), found)
+        self._send_code(Path(plan.placement.code), found, stopped)
 
     def alive(self) -> dict[str, str]:
         """Return the nodes that have the code, on hosts that are up, with their hosts."""
@@ -127,8 +127,8 @@ class SwarmSession:
             self.sync.catch_up(SYNC_TIMEOUT, stopped)
             self.sync.lacks_space()
 
-    def start(self, plan: Plan) -> None:
-        """Send the files of earlier generations to every node, and start the workers."""
+    def start(self, plan: Plan, stopped: Callable[[], bool] = never) -> None:
+        """Send the files of earlier generations to every node, and start the workers on those that have them."""
         self.first = plan.workers[0].node
         if self.sync:
             self.sync.close()
@@ -136,7 +136,7 @@ class SwarmSession:
             self.clock.sleep(0.2)  # an older generation may still run on a node that is cut off
         self.lease_ends, self.asked = {}, {}
         self._update_nodes()
-        self._send_files(plan.workers)
+        self._send_files(plan.workers, stopped)
         for node, task in [(node, self.linked[node]) for node in self.clients.connections]:
             if task != self._task_id(node) or task in self.abandoned:  # replaced by a new task, or lost
                 self.clients.drop(node)
@@ -326,7 +326,7 @@ class SwarmSession:
         self.abandoned |= {self.nodes[node]["ID"] for node in failed}
         return [*failed.values()]
 
-    def _send_code(self, code: Path, nodes: Iterable[str]) -> None:
+    def _send_code(self, code: Path, nodes: Iterable[str], stopped: Callable[[], bool] = never) -> None:
         """Send the code, as of the first call, to nodes without it; raises EngineError, ResourceError."""
         if self.code is None:
             run = self.swarm.run.parent
@@ -335,13 +335,13 @@ class SwarmSession:
 
         def act(link: NodeConnection) -> None:
             if _tags(link).get(self.workdir) != digest:
-                send_archive(link, self.workdir, file, digest)
+                send_archive(link, self.workdir, file, digest, stopped)
 
         for error in self._on_each(nodes, act):
             raise error
         self.have_code |= {self.nodes[name]["ID"] for name in nodes}
 
-    def _send_files(self, workers: tuple[WorkerPlan, ...]) -> None:
+    def _send_files(self, workers: tuple[WorkerPlan, ...], stopped: Callable[[], bool] = never) -> None:
         """Send the files of earlier generations to every node, unless all nodes share a folder."""
         files = written_files(self.files)
         if self.shared or not files:
@@ -354,7 +354,7 @@ class SwarmSession:
                 there = link.converse(protocol.GetChanges(self.job_dir, {}), protocol.Changes).files
                 same = {path: facts[:2] for path, facts in there.items()} == here  # it wrote all of them
                 if not same and _tags(link).get(self.job_dir) != digest:
-                    send_archive(link, self.job_dir, file, digest)
+                    send_archive(link, self.job_dir, file, digest, stopped)
 
             self._on_each(dict.fromkeys(worker.node for worker in workers), act)
 

@@ -20,11 +20,12 @@ from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from orchestrate.clock import SYSTEM, Clock
+from orchestrate.clock import SYSTEM, Clock, Stall
 from orchestrate.engines.base import never
 from orchestrate.engines.connection import NodeConnection
 from orchestrate.engines.swarm.fetch import Fetch, reachable, same
 from orchestrate.engines.swarm.fetch import link as place_link
+from orchestrate.engines.swarm.owners import MAX_FILES, Owners
 from orchestrate.errors import EngineError
 from orchestrate.files.folder import MAX_DEPTH, MAX_ENTRIES, Folder
 from orchestrate.job.logs import MARK
@@ -45,6 +46,8 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 CLOSE_TIMEOUT = 5.0  # seconds for the current round to end; connecting may take longer
 MAX_TURN = 0.5  # seconds to fetch a node's files before checking its logs again
 MAX_LOGGING = 60.0  # seconds in one round to copy logs that grow meanwhile
+STALL_SECONDS, STALL_BYTES = 120.0, 1 << 20  # copying all files ends if fewer bytes come within that time
+LARGE = 1 << 20  # bytes of a list of which only one is handled at a time: it takes seven times as much memory
 MAX_LINKS = 10_000  # of a node; those in folders of packages lead to other folders, and are not copied
 OWN = {FENCE}  # files of the orchestrator in a job folder
 
@@ -88,8 +91,9 @@ class FileSync:
         self.run_dir, self.folder, self.connect, self.clock = run_dir, folder, connect, clock
         self.here = Folder(run_dir.parent, run_dir.name)
         self.nodes = [_Node(name, [f"{LOGS}/rank-{rank}.log" for rank in own]) for name, own in ranks.items()]
-        self.owners: dict[str, int] = {}  # path: number of the node that it comes from
-        self.owning = threading.Lock()  # held while changing `owners`, or a file that depends on it
+        self.owners = Owners()
+        self.large = threading.RLock()  # held while a large list is handled
+        self.moved = 0  # bytes that have come, and at least STALL_BYTES for each file
         self.errors: dict[str, Exception] = {}  # path: why it could not be copied
         self.left: dict[str, str] = {}  # node: a path that cannot be copied
         self.warned: set[str] = set()  # nodes for which `left` was reported
@@ -129,11 +133,12 @@ class FileSync:
     def copy_all(self, timeout: float, stopped: Callable[[], bool] = never) -> None:
         """Copy all files; raises EngineError if some fail, which then stay on their nodes.
 
-        Waits at most `timeout` seconds, and no longer once `stopped()`.
+        Waits at most `timeout` seconds, only while files come, and no longer once `stopped()`.
         """
-        if not self.catch_up(timeout, stopped):
-            late = "stopped before all files were copied"
-            raise EngineError(late if stopped() else f"not all files were copied from the nodes within {timeout:g} s")
+        stall = Stall(self.clock, STALL_SECONDS, STALL_BYTES)
+        if not self.catch_up(timeout, lambda: stopped() or stall.seen(self.moved)):
+            late = "not all files were copied from the nodes in time"
+            raise EngineError("stopped before all files were copied" if stopped() else late)
         errors = self.errors.copy()
         for path, why in errors.items():
             raise EngineError(f"{pluralize(len(errors), 'file')} could not be copied, such as {shown(path)}: {why}")
@@ -147,7 +152,7 @@ class FileSync:
         new = {node: path for node, path in self.left.copy().items() if node not in self.warned}
         self.warned |= new.keys()
         why = f"the path has more than {MAX_DEPTH} folders, is too long, or cannot be encoded in this locale, "
-        why += f"or there are more than {MAX_LINKS:,} links"
+        why += f"or there are more than {MAX_LINKS:,} links, or {MAX_FILES:,} files"
         return [f"{node}: some files are not copied, such as {shown(path)}: {why}" for node, path in new.items()]
 
     def close(self) -> None:
@@ -195,20 +200,30 @@ class FileSync:
             node.link = node.link or self.connect(node.name)
             if node.link is None or self.closing:
                 return False
-            have = {path: self._size(path) for path in node.logs}
-            changes = node.link.converse(protocol.GetChanges(self.folder, have), protocol.Changes)
-            node.heard, node.trouble = True, ""
-            appended = [self._append(path, data) for path, data in changes.logs.items() if path in have]
-            self._remove_conflicts(node, {**changes.files, **changes.links})
-            more = self._fetch(node, changes.files)
-            self._remove_deleted(node, changes, more)
-            return bool(node.due) or any(appended) and self.clock.monotonic() < self.began + MAX_LOGGING
+            with contextlib.ExitStack() as held:
+                return self._copy_from(node, node.link, held)
         except EXPECTED as error:  # no connection, or an invalid answer: the next round starts over
             if str(error) != node.trouble:
                 log.debug("%s: %s", node.name, error)
             node.trouble = str(error)
             self._disconnect(node)
             return False
+
+    def _copy_from(self, node: _Node, link: NodeConnection, held: contextlib.ExitStack) -> bool:
+        """Copy new data from a node; `held` gets the lock of a large list."""
+
+        def admit(size: int) -> None:
+            if size > LARGE:
+                held.enter_context(self.large)
+
+        have = {path: self._size(path) for path in node.logs}
+        changes = link.converse(protocol.GetChanges(self.folder, have), protocol.Changes, admit=admit)
+        node.heard, node.trouble = True, ""
+        appended = [self._append(path, data) for path, data in changes.logs.items() if path in have]
+        self._remove_conflicts(node, {**changes.files, **changes.links})
+        more = self._fetch(node, changes.files)
+        self._remove_deleted(node, changes, more)
+        return bool(node.due) or any(appended) and self.clock.monotonic() < self.began + MAX_LOGGING
 
     def _disconnect(self, node: _Node) -> None:
         if node.link:
@@ -227,7 +242,7 @@ class FileSync:
         try:
             descriptor = os.open(self.run_dir / path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o644)
             with os.fdopen(descriptor, "ab") as file:
-                file.write(base64.b64decode(data))
+                self.moved += file.write(base64.b64decode(data))
         except OSError as error:  # for example a full disk; the next round continues after a partial write
             self.errors[path] = error
             return False
@@ -247,7 +262,7 @@ class FileSync:
                 if not same(self.run_dir / path, facts):
                     wanted[path] = facts
                     continue
-                with self.owning:
+                with self.owners.lock:
                     if self._owns(node, path):  # copied by an earlier supervisor
                         node.files[path] = facts
         due = node.due = set(wanted) if node.due is None else node.due & wanted.keys()
@@ -281,17 +296,18 @@ class FileSync:
         piece = node.link.converse(protocol.Read(self.folder, fetch.path, fetch.offset), protocol.Piece)
         if piece.facts != fetch.told:  # changed meanwhile; the next round fetches it again
             return True
+        self.moved += len(piece.data)
         if not fetch.take(base64.b64decode(piece.data), piece.offset):
             return False
-        with self.owning:
+        self.moved += STALL_BYTES
+        with self.owners.lock:
             if self._owns(node, fetch.path):
                 fetch.keep()
                 node.files[fetch.path] = fetch.told
         return True
 
     def _owns(self, node: _Node, path: str) -> bool:
-        """Whether a file still comes from a node, and no earlier one has claimed it; `owning` is held."""
-        return self.owners.get(path) == self.nodes.index(node)
+        return self.owners.owns(path, self.nodes.index(node))
 
     def _may_copy(self, node: _Node, path: str) -> bool:
         """Whether a file may be copied from a node: its path is safe, no earlier node has it, and copying goes on."""
@@ -299,7 +315,7 @@ class FileSync:
             return False
         parts = PurePosixPath(path).parts
         harmless = parts and path == "/".join(parts) and not parts[0].startswith("/") and not {"..", "."} & set(parts)
-        if not harmless or parts[0] in OWN or parts[0] == LOGS or any(map(hidden, parts)):
+        if not harmless or parts[0] in {*OWN, LOGS} or any(map(hidden, parts)):
             return False
         if not reachable(self.here, path):
             self.left.setdefault(node.name, path)
@@ -307,10 +323,12 @@ class FileSync:
         if any(os.path.islink(folder) for folder in list((self.run_dir / path).parents)[: len(parts) - 1]):
             return False
         number = self.nodes.index(node)
-        with self.owning:
-            owner = self.owners.setdefault(path, number)
+        with self.owners.lock:
+            owner = self.owners.claim(path, number)
+            if owner is None:
+                self.left.setdefault(node.name, path)
+                return False
             if number < owner:
-                self.owners[path] = number
                 self.nodes[owner].files.pop(path, None)  # copied again if no earlier node has it
             return number <= owner
 
@@ -330,11 +348,11 @@ class FileSync:
         While `more` files are to come, keep a limited number of files that they may replace.
         """
         number, there = self.nodes.index(node), changes.files.keys() | changes.links.keys()
-        with self.owning:
-            gone = [path for path, owner in self.owners.items() if owner == number and path not in there]
+        with self.owners.lock:
+            gone = [path for path in self.owners.of(number) if path not in there]
             for path in gone:
                 if path not in node.files:  # it was never copied
-                    del self.owners[path]
+                    self.owners.forget(path)
         old = [path for path in gone if path in node.files]
         if more and len(old) < MAX_ENTRIES:
             return
@@ -358,9 +376,9 @@ class FileSync:
     def _remove(self, node: _Node, path: str) -> None:
         node.files.pop(path, None)
         target = self.run_dir / path
-        with self.owning, contextlib.suppress(OSError):
+        with self.owners.lock, contextlib.suppress(OSError):
             if self._owns(node, path):
-                del self.owners[path]
+                self.owners.forget(path)
                 target.unlink(missing_ok=True)
                 for folder in list(target.parents)[: len(PurePosixPath(path).parts) - 1]:
                     folder.rmdir()  # only if it is empty

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO
 
+from orchestrate.engines.base import never
 from orchestrate.engines.connection import ANSWER_TIMEOUT, NodeConnection
 from orchestrate.engines.docker.ignored import kept
 from orchestrate.engines.docker.mounts import check_code_folder
@@ -110,10 +111,12 @@ def _parts(file: BinaryIO, dense: BinaryIO, size: int) -> list[tuple[int, int]]:
     return found
 
 
-def send_archive(link: NodeConnection, folder: str, file: BinaryIO, tag: str) -> None:
+def send_archive(
+    link: NodeConnection, folder: str, file: BinaryIO, tag: str, stopped: Callable[[], bool] = never
+) -> None:
     """Send a tar file for a node to unpack in a folder; `tag` is its SHA-256.
 
-    Raises EngineError if the node fails, ConnectionError if it is gone.
+    Raises EngineError if the node fails, ConnectionError if it is gone, and soon after `stopped()`.
     """
     size, start = os.fstat(file.fileno()).st_size, 0
     while True:
@@ -121,7 +124,7 @@ def send_archive(link: NodeConnection, folder: str, file: BinaryIO, tag: str) ->
         start += PIECE
         last = start >= size
         request = protocol.Upload(folder, piece, offset, tag if last else "")
-        link.converse(request, protocol.Uploaded, patience=UNPACK_TIMEOUT if last else ANSWER_TIMEOUT)
+        link.converse(request, protocol.Uploaded, UNPACK_TIMEOUT if last else ANSWER_TIMEOUT, stopped)
         if last:
             return
 

@@ -21,7 +21,7 @@ from orchestrate.engines.base import JobState
 from orchestrate.files import lock, records
 from orchestrate.files.paths import JobPaths
 from orchestrate.supervise import output
-from orchestrate.supervise.generation import BY_MAX_RUN, BY_USER
+from orchestrate.supervise.running import BY_MAX_RUN, BY_USER
 
 # --- finding a job
 

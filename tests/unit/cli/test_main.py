@@ -72,7 +72,7 @@ def test_standard_input_must_be_in_the_job_folder_for_rank_0(do, engine, runs, m
 def test_stdout_must_hold_worker_output_or_what_was_requested_instead(do, engine, runs):
     start = engine.start
 
-    def prints(plan) -> None:
+    def prints(plan, stopped=None) -> None:
         start(plan)
         JobPaths(next(runs.iterdir())).log(0).write_text("loss 0.5\n")
 

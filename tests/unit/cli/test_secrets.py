@@ -32,7 +32,7 @@ def printing(do):
     do.engine.generations = [[KILLED], [ALL_WELL]]
     start = do.engine.start
 
-    def write(plan) -> None:
+    def write(plan, stopped=None) -> None:
         start(plan)
         folder = next(do.runs.glob("*/logs")).parent
         for worker in plan.workers:
@@ -106,7 +106,7 @@ def test_the_output_of_a_job_must_be_shown_without_secrets(do, printing, paths, 
 
 def test_a_second_supervisor_must_start_workers_with_the_secrets(do, printing, tmp_path):
     started, start = [], printing.start
-    printing.start = lambda plan: (started.append(plan.command), start(plan))
+    printing.start = lambda plan, stopped=None: (started.append(plan.command), start(plan))
     command = (*SPEC.command, f"--token={CANARY}-1")
     paths = create(JobPaths(tmp_path / "b-1"), dataclasses.replace(SPEC, command=command))
     assert leaks(paths.root) == {"job.yaml"}

@@ -18,7 +18,7 @@ from orchestrate.files.paths import JobPaths
 from orchestrate.job import store
 from orchestrate.job.events import GenerationStarting
 from orchestrate.job.spec import JobSpec
-from orchestrate.supervise.generation import BY_USER
+from orchestrate.supervise.running import BY_USER
 
 
 def test_stop_with_dry_run_must_only_show_what_it_would_remove(do, paths, engine):

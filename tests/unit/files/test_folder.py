@@ -151,7 +151,7 @@ def test_a_link_in_place_of_a_job_folder_on_a_cluster_must_not_move_files_of_the
     engine, shown = Whole([ALL_WELL]), []
     start = engine.start
 
-    def swap(plan) -> None:
+    def swap(plan, stopped=None) -> None:
         start(plan)
         shutil.rmtree(inside)
         inside.symlink_to(outside)

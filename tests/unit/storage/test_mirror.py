@@ -338,7 +338,7 @@ def test_what_is_read_must_be_counted_within_a_file_but_not_when_it_is_read_agai
 
     def refuse(key, size, chunks):
         for _ in chunks:
-            seen.append(mirror.state.read)
+            seen.append(mirror.progress.count)
         raise StorageError("no")
 
     store.put_stream = refuse
@@ -347,7 +347,7 @@ def test_what_is_read_must_be_counted_within_a_file_but_not_when_it_is_read_agai
         with pytest.raises(StorageError, match="no"):
             mirror.sync(never, final=True)
     assert seen[0] > 8 * MIB and len({*seen[:8]}) > 5  # the first reading is for its digest
-    assert {*seen[8:]} == {16 * MIB} == {mirror.state.read}
+    assert {*seen[8:]} == {16 * MIB} == {mirror.progress.count}
 
 
 def test_damaged_manifests_must_not_stay_in_memory(tmp_path):

@@ -137,7 +137,7 @@ def test_an_engine_that_goes_away_while_the_workers_start_must_not_fail_the_job(
     engine = RecordingEngine([], [], [ALL_WELL])
     start, adopt = engine.start, engine.adopt
 
-    def start_half(plan) -> None:
+    def start_half(plan, stopped=None) -> None:
         start(plan)
         engine.start = start
         raise EngineLost("gone")

@@ -74,7 +74,7 @@ def test_a_new_checkpoint_must_count_as_progress_without_metrics(job, saves):
     start = engine.start
     job.paths.checkpoints.joinpath("step-0").touch()
 
-    def save(plan) -> None:
+    def save(plan, stopped=None) -> None:
         start(plan)
         if saves:
             job.paths.checkpoints.joinpath(f"step-{len(engine.plans)}").touch()
@@ -101,7 +101,7 @@ def test_only_a_step_beyond_all_earlier_ones_must_count_as_progress(job):
     engine = RecordingEngine(*[[KILLED]] * 5, [ALL_WELL])
     start, steps = engine.start, iter([10, 20, 15, 20, 21, 22])
 
-    def advance(plan) -> None:
+    def advance(plan, stopped=None) -> None:
         start(plan)
         with job.paths.metrics.open("a") as file:
             file.write(json.dumps({"step": next(steps)}) + "\n")

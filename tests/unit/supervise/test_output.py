@@ -36,7 +36,7 @@ def test_all_worker_output_must_be_shown_before_the_end_with_node_and_rank(paths
     engine = Whole([ALL_WELL])
     start = engine.start
 
-    def write(plan) -> None:
+    def write(plan, stopped=None) -> None:
         start(plan)
         paths.log(0).write_text("first\nlast, without a newline")
         paths.log(2).write_text("[node] generation 0\nother\n")
@@ -57,7 +57,7 @@ def test_the_end_of_a_generation_must_be_shown_before_output_of_the_next(paths, 
     engine, shown = Whole([[WorkerExit(0, 1)]], [ALL_WELL]), []
     start = engine.start
 
-    def write(plan) -> None:
+    def write(plan, stopped=None) -> None:
         start(plan)
         if engine.calls.count("start") == 2:
             eventually(lambda: any("restarting all workers" in line for line in shown), timeout=30)
@@ -89,7 +89,7 @@ def test_a_flood_from_many_workers_must_not_delay_the_end(paths, monkeypatch):
     engine = Whole([ALL_WELL])
     start = engine.start
 
-    def write(plan) -> None:
+    def write(plan, stopped=None) -> None:
         start(plan)
         for rank in range(3):
             paths.log(rank).write_text("\n" * (1 << 17))  # the amount that is read of each at a time
@@ -116,7 +116,7 @@ def test_output_of_replacement_nodes_must_be_shown_under_their_own_names(paths, 
     engine = Whole([KILLED], [[WorkerExit(0, 0), WorkerExit(1, 0)]])
     start = engine.start
 
-    def write(plan) -> None:
+    def write(plan, stopped=None) -> None:
         start(plan)
         engine.missing.add("trainer-1")
         with paths.log(1).open("a") as file:
@@ -261,7 +261,7 @@ def test_prefixes_must_name_the_nodes_of_the_generation_that_runs(paths):
     engine = Whole([KILLED], [[WorkerExit(rank, 0) for rank in range(4)]])
     start = engine.start
 
-    def write(plan) -> None:
+    def write(plan, stopped=None) -> None:
         start(plan)
         engine.missing = {"trainer-1"}
         paths.log(2).write_text("hello\n" * len(engine.plans))

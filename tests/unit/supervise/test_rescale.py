@@ -17,7 +17,7 @@ def test_a_job_with_a_minimum_must_continue_with_fewer_nodes_and_take_one_back_a
     engine = RecordingEngine([KILLED], [], [ALL_WELL])
     start, saved = engine.start, []
 
-    def play(plan) -> None:
+    def play(plan, stopped=None) -> None:
         start(plan)
         engine.missing = {"trainer-1"} if len(engine.plans) == 1 else set()
 
@@ -44,7 +44,7 @@ def test_a_node_that_is_back_must_not_be_used_before_the_next_checkpoint(job, mo
     engine = RecordingEngine([KILLED], [])
     start, wait = engine.start, engine.wait
 
-    def play(plan) -> None:
+    def play(plan, stopped=None) -> None:
         start(plan)
         engine.missing = {"trainer-1"} if len(engine.plans) == 1 else set()
         if len(engine.plans) == 2:  # a checkpoint from before the node's return does not count
@@ -72,7 +72,7 @@ def test_a_node_that_does_not_come_back_must_be_retried_with_increasing_delays(j
     engine = RecordingEngine([KILLED], [])
     start, up, wait, attempts = engine.start, engine.up, engine.wait, []
 
-    def play(plan) -> None:
+    def play(plan, stopped=None) -> None:
         start(plan)
         engine.missing = {"trainer-1"}
 
@@ -161,7 +161,7 @@ def test_a_node_that_came_back_and_is_missing_again_must_not_count_as_back(job, 
     engine = RecordingEngine([KILLED], [[]] * 50, [KILLED], two)
     start, wait = engine.start, engine.wait
 
-    def play(plan) -> None:
+    def play(plan, stopped=None) -> None:
         start(plan)
         engine.missing = set() if len(engine.plans) == 2 else {"trainer-1"}
 
@@ -211,7 +211,7 @@ def test_a_worker_that_fails_while_the_gang_is_stopped_for_a_rescale_must_count_
     engine = RecordingEngine([KILLED], [], [ALL_WELL])
     start, wait = engine.start, engine.wait
 
-    def play(plan) -> None:
+    def play(plan, stopped=None) -> None:
         start(plan)
         engine.missing = {"trainer-1"} if len(engine.plans) == 1 else set()
 

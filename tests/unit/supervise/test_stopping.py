@@ -182,7 +182,7 @@ def test_a_full_disk_must_not_keep_workers_from_being_stopped(job, monkeypatch):
     def full(*_, **__) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    def start_and_fill(plan) -> None:
+    def start_and_fill(plan, stopped=None) -> None:
         start(plan)
         monkeypatch.setattr(JobFiles, "fence", full)
 

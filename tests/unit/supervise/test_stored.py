@@ -2,19 +2,19 @@
 
 import itertools
 import threading
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from support.commanded import create
+from support.copies import Copies
 from support.object_stores import Saved
 from support.optional import not_none
 from support.recording import RecordingEngine
 from support.scripted import ALL_WELL, Clock, Job
 from support.waiting import eventually
 
-from orchestrate import clock as clocks
 from orchestrate import console
+from orchestrate.engines.base import never
 from orchestrate.errors import StorageError, StorageLost
 from orchestrate.files.folder import Folder
 from orchestrate.files.paths import JobPaths
@@ -24,6 +24,7 @@ from orchestrate.job.report import Copied
 from orchestrate.job.spec import JobSpec
 from orchestrate.node.ranks import FENCE
 from orchestrate.storage.base import PART
+from orchestrate.storage.content import Progress
 from orchestrate.storage.manifest import manifest_key
 from orchestrate.storage.mirror import Mirror, State
 from orchestrate.storage.output import MAX_FAILURES, upload
@@ -35,7 +36,7 @@ from orchestrate.supervise.stores import Stores, prepare
 
 def test_nodes_must_be_removed_if_the_store_fails_when_a_job_is_taken_over(tmp_path, monkeypatch):
     class Failing(Stores):
-        def begin(self):
+        def begin(self, stopped):
             raise StorageError("access denied")
 
     job = Job(tmp_path)
@@ -65,12 +66,12 @@ def test_a_file_that_the_store_refuses_must_keep_no_other_from_being_copied(tmp_
     (out / "j" / "b#1").mkdir(parents=True)  # in the way
     store, done = open_store(out.as_uri()), set()
     with pytest.raises(StorageError, match="b#1: Is a directory"):
-        upload(store, Folder(job.parent, "job"), "j", done, lambda: False)
+        upload(store, Folder(job.parent, "job"), "j", done, lambda: False, Progress())
     assert sorted(path.name for path in out.glob("j/*[0-9]") if path.is_file()) == sorted(map(str, range(20)))
     assert sorted(done) == sorted(map(str, range(20)))
     (job / "b#1").unlink()
     (out / "j" / "0").unlink()
-    skipped = upload(store, Folder(job.parent, "job"), "j", done, lambda: False)
+    skipped = upload(store, Folder(job.parent, "job"), "j", done, lambda: False, Progress())
     assert set(skipped.values()) == {"its name has characters that cannot be printed"} and len(skipped) == 2
     assert not (out / "j" / "0").exists()  # a file that is done is not copied again
 
@@ -90,7 +91,7 @@ def test_a_store_that_refuses_every_file_must_not_be_asked_for_all_of_them(tmp_p
 
     store.put = refuse
     with pytest.raises(type(error), match=str(error)):
-        upload(store, job.folder, "j", set(), lambda: False)
+        upload(store, job.folder, "j", set(), lambda: False, Progress())
     assert least <= len(asked) < least + AT_ONCE
 
 
@@ -110,7 +111,9 @@ def test_copying_of_output_must_be_stopped_within_a_file_and_before_the_next(tmp
     for name, size in files.items():
         job.write(name, bytes(size))
     with pytest.raises(Stopped):
-        upload(open_store(f"file://{tmp_path}/out"), job.folder, "j", set(), lambda: next(asked, None) is None)
+        upload(
+            open_store(f"file://{tmp_path}/out"), job.folder, "j", set(), lambda: next(asked, None) is None, Progress()
+        )
 
 
 @pytest.mark.parametrize(
@@ -131,7 +134,7 @@ def test_the_end_of_a_job_must_not_wait_forever_for_a_store_that_is_down(
     spec = JobSpec(checkpoints="s3://bucket/checkpoints", output="s3://bucket/output")
     emit = Recorder(tmp_path / "events.jsonl")
     stored = Stored(spec, JobPaths(tmp_path / "run"), lambda: next(stops), emit)
-    stored.begin()
+    stored.begin(never)
     copies: list[Copied] = []
     phases: list[str] = []
     ending = threading.Thread(target=lambda: copies.extend(stored.end()), daemon=True)
@@ -148,32 +151,9 @@ def test_the_end_of_a_job_must_not_wait_forever_for_a_store_that_is_down(
     assert phases[-3:] == ["", f"copying output to s3://bucket/output/{name}", ""]  # nothing stays on the screen
 
 
-class Copies:
-    """The copies that the job in `run` makes of its checkpoints, and of its `output`; `stops` are requests to stop."""
-
-    def __init__(self, folder: Path, output: bool = False, stops: int = 0, clock: clocks.Clock = clocks.SYSTEM) -> None:
-        self.job, self.stops = Saved(folder / "run"), stops
-        spec = JobSpec(checkpoints=f"file://{folder}/store", output=f"file://{folder}/output" if output else "")
-        self.emit = Recorder(folder / "events.jsonl", clock=clock)
-        self.stored = Stored(spec, JobPaths(folder / "run"), lambda: self.stops, self.emit)
-
-    def end(self, refused: str = "") -> list[Copied]:
-        copies = self.stored.end(refused)
-        self.emit.close()
-        return copies
-
-
-@pytest.fixture
-def earlier(tmp_path) -> None:
-    """Checkpoints of an earlier run in the store."""
-    saved = Saved(tmp_path / "before")
-    saved.write("last.pt", b"weights")
-    saved.copy(open_store(f"file://{tmp_path}/store"))
-
-
 def test_a_job_that_is_stopped_before_it_starts_must_not_fetch_its_checkpoints(tmp_path, earlier):
     copies = Copies(tmp_path, stops=1)
-    copies.stored.begin()
+    copies.stored.begin(lambda: True)
     copies.end("nodes may still write")
     assert not copies.emit.events and not copies.job.files()
 
@@ -211,7 +191,7 @@ def test_problems_that_a_job_can_name_must_not_be_reported_without_end(tmp_path)
 def test_checkpoints_that_are_in_the_store_already_must_not_count_as_missing(tmp_path, earlier):
     """For example, the job is resumed although it had done all steps."""
     copies = Copies(tmp_path)
-    copies.stored.begin()
+    copies.stored.begin(never)
     (fetched,) = copies.emit.events
     assert isinstance(fetched, events.CheckpointsFetched) and (fetched.files, fetched.bytes) == (1, 7)
     (copy,) = copies.end()
@@ -223,7 +203,7 @@ def test_the_files_of_a_job_that_was_stopped_must_be_copied(tmp_path):
     copies.job.write("last.pt", weights := bytes(PART + 1))
     copies.job.write("bad\x01", b"")
     (copies.job.path / "link").symlink_to("last.pt")
-    copies.stored.begin()
+    copies.stored.begin(never)
     copies.stops = 1  # only a second request ends the copying
     copied = copies.end()
     assert [(copy.what, copy.files, copy.error) for copy in copied] == [("checkpoints", 2, ""), ("output", 1, "")]
@@ -236,7 +216,7 @@ def test_a_job_whose_nodes_may_still_write_must_not_be_copied_as_complete(tmp_pa
     """Waiting for the end of writing would take as long as they write."""
     copies = Copies(tmp_path, output=True)
     copies.job.write("last.pt", b"weights")
-    copies.stored.begin()
+    copies.stored.begin(never)
     assert [(copy.what, copy.error) for copy in copies.end("nodes may still write")] == [
         ("checkpoints", "nodes may still write"),
         ("output", "nodes may still write"),
@@ -248,7 +228,7 @@ def test_a_job_whose_nodes_may_still_write_must_not_be_copied_as_complete(tmp_pa
 def test_damage_of_the_newest_copy_must_be_reported_before_an_older_one_is_used(tmp_path, earlier):
     open_store(f"file://{tmp_path}/store").put(manifest_key(2), b"{")
     copies = Copies(tmp_path)
-    copies.stored.begin()
+    copies.stored.begin(never)
     warning, fetched = copies.emit.events
     assert isinstance(warning, events.WarningIssued) and warning.text.endswith("; using an older copy")
     assert isinstance(fetched, events.CheckpointsFetched)
@@ -262,10 +242,8 @@ def test_a_copy_of_checkpoints_must_be_given_up_only_after_two_minutes_without_p
 
         @property
         def state(self) -> State:
-            copied = int(copies.emit.seconds() // 60)
-            return State(
-                read=min(copied, minutes), pending_bytes=5 << 20, error="away", committed=1.0, complete=self.finished
-            )
+            self.progress.read("a", min(int(copies.emit.seconds() // 60), minutes))
+            return State(pending_bytes=5 << 20, error="away", committed=1.0, complete=self.finished)
 
         @property
         def finished(self) -> bool:
@@ -358,12 +336,11 @@ class Minutes(Clock):
 
 
 def test_a_copy_of_output_must_not_be_given_up_while_it_makes_progress(tmp_path):
-    def write_more() -> None:
-        copies.job.write(f"{copies.emit.seconds()}", b"more")
-
-    copies = Copies(tmp_path, output=True, clock=Minutes(write_more))
-    copies.job.write("b", b"content")
-    (tmp_path / "output" / "run" / "checkpoints" / "b").mkdir(parents=True)  # in the way of a file
+    ways = [tmp_path / "output" / "run" / "checkpoints" / name for name in "abcde"]
+    copies = Copies(tmp_path, output=True, clock=Minutes(lambda: ways.pop().rmdir()))
+    for folder in ways:
+        copies.job.write(folder.name, b"content")
+        folder.mkdir(parents=True)  # in the way of the file
     (copied,) = copies.end()
     assert copied.files == 4 and copied.error and copies.emit.seconds() > 4 * 60.0 + NO_PROGRESS - 1
 

@@ -60,7 +60,7 @@ def test_metrics_must_count_as_progress(job):
     engine = RecordingEngine(*[[KILLED]] * 6, [ALL_WELL])
     start = engine.start
 
-    def advance(plan) -> None:
+    def advance(plan, stopped=None) -> None:
         start(plan)
         with job.paths.metrics.open("a") as file:
             file.write(json.dumps({"step": 10 * len(engine.plans)}) + "\n")
@@ -91,7 +91,7 @@ def test_a_script_that_does_not_continue_from_a_checkpoint_must_be_named(job, st
     engine = RecordingEngine([KILLED], [ALL_WELL])
     start = engine.start
 
-    def write(plan) -> None:
+    def write(plan, stopped=None) -> None:
         start(plan)
         for step in steps[plan.generation]:
             if where == "output":
@@ -192,7 +192,7 @@ def test_files_that_cannot_be_sent_must_end_the_job_and_not_count_as_a_lost_engi
     engine = RecordingEngine([KILLED], [ALL_WELL])
     start = engine.start
 
-    def fail(plan) -> None:
+    def fail(plan, stopped=None) -> None:
         if len(job.supervisor.history.ended) == 1:
             raise ResourceError("cannot send files to the nodes: No space left on device")
         start(plan)

@@ -223,7 +223,8 @@ def test_a_node_without_the_code_must_not_count(engine):
 
 
 def start(engine: SwarmSession) -> None:
-    engine._send_files = engine._start_sync = lambda workers: None
+    engine._send_files = lambda workers, stopped=None: None
+    engine._start_sync = lambda workers: None
     engine.clients.connect = lambda nodes: None
     engine.clients._start = lambda worker: None
     engine.start(job())
@@ -313,7 +314,7 @@ class NodeWithFiles:
     def __init__(self, files: dict[str, list[int]], tag: str = "") -> None:
         self.files, self.tag, self.uploads = files, tag, 0
 
-    def converse(self, request: protocol.Request, answer: type, **_: object) -> protocol.Report:
+    def converse(self, request: protocol.Request, answer: type, *_: object) -> protocol.Report:
         self.uploads += isinstance(request, protocol.Upload)
         return (
             message("status", tags={"/job": self.tag})

@@ -73,7 +73,7 @@ def test_a_piece_with_a_wrong_offset_must_be_rejected(folder, synced, piece):
     node.files, converse = {"good": b"1", "odd": b"123456"}, node.converse
     node.times["odd"] = 0  # it comes first
 
-    def odd(request: Any, answer: type) -> Any:
+    def odd(request: Any, answer: type, **_: object) -> Any:
         reply = converse(request, answer)
         if isinstance(request, protocol.GetChanges) or request.path == "good":
             return reply
@@ -91,9 +91,9 @@ def test_files_that_a_node_no_longer_has_must_be_forgotten_while_others_are_copi
     monkeypatch.setattr(sync_module, "MAX_ENTRIES", 3)
     converse = node.converse
 
-    def slowly(request: Any, answer: type) -> Any:
+    def slowly(request: Any, answer: type, **_: object) -> Any:
         if isinstance(request, protocol.GetChanges):  # all files are new, and some are fetched before the next round
-            counts.append(len(sync.owners) + len(sync.nodes[0].files))
+            counts.append(len(sync.owners.by_path) + len(sync.nodes[0].files))
             node.files = dict.fromkeys((f"{len(counts)}-{each}" for each in range(8)), b"")
         clock.now += sync_module.MAX_TURN / 4 * isinstance(request, protocol.Read)
         return converse(request, answer)
@@ -150,7 +150,7 @@ def test_a_file_that_an_earlier_node_has_must_win_although_another_is_being_fetc
     clock, master, trainer = Clock(), FakeNode(), FakeNode()
     trainer.files, converse = {"same": b"x" * PIECE * 5}, trainer.converse
 
-    def slowly(request: Any, answer: type) -> Any:
+    def slowly(request: Any, answer: type, **_: object) -> Any:
         if isinstance(request, protocol.Read):  # one piece in each round
             master.files = {"same": b"master"}
             clock.now += sync_module.MAX_TURN
@@ -166,11 +166,11 @@ def test_a_file_that_an_earlier_node_has_must_win_although_another_arrives_later
     master.files, trainer.files = {"same": b"master"}, {"same": b"trainer"}
     first, second = master.converse, trainer.converse
 
-    def after(request: Any, answer: type) -> Any:
+    def after(request: Any, answer: type, **_: object) -> Any:
         assert reading.wait(20)
         return first(request, answer)
 
-    def slowly(request: Any, answer: type) -> Any:
+    def slowly(request: Any, answer: type, **_: object) -> Any:
         if isinstance(request, protocol.Read):
             reading.set()
             assert eventually((folder / "same").exists)
@@ -194,13 +194,13 @@ def test_a_file_that_moves_to_an_earlier_node_must_be_kept(folder, synced):
                 assert eventually(lambda: (folder / "same").read_bytes() == b"master")
             return super().pop(*arguments)
 
-    def after(request: Any, answer: type) -> Any:
+    def after(request: Any, answer: type, **_: object) -> Any:
         if isinstance(request, protocol.GetChanges) and not moving.is_set():
             pass_.wait(20)
             assert trainer.files or moving.wait(20)
         return first(request, answer)
 
-    def before(request: Any, answer: type) -> Any:
+    def before(request: Any, answer: type, **_: object) -> Any:
         if isinstance(request, protocol.GetChanges) and not moving.is_set():
             if (folder / "same").exists():
                 sync.nodes[1].files, trainer.files = Files(sync.nodes[1].files), {}
@@ -220,7 +220,7 @@ def test_files_that_are_written_without_end_must_not_hold_up_a_round(folder, syn
     (folder / "logs").mkdir()
     clock, converse = Clock(), node.converse
 
-    def writing(request: Any, answer: type) -> Any:
+    def writing(request: Any, answer: type, **_: object) -> Any:
         clock.now += 1  # more than a turn
         if isinstance(request, protocol.Read):
             node.times["touched"] = time = next(number)
@@ -324,7 +324,7 @@ def test_logs_must_be_copied_while_a_large_file_is_fetched(folder):
     node.files = {"large": b"x" * PIECE * 4}
     converse = node.converse
 
-    def slowly(request: Any, answer: type) -> Any:
+    def slowly(request: Any, answer: type, **_: object) -> Any:
         kinds.append(type(request))
         if isinstance(request, protocol.Read) and request.offset < 3 * PIECE:
             clock.now += sync_module.MAX_TURN
@@ -345,7 +345,7 @@ def test_a_file_that_a_node_has_replaced_must_be_kept_until_the_new_one_is_copie
     node.files = {"step-1": b"old"}
     converse = node.converse
 
-    def slowly(request: Any, answer: type) -> Any:
+    def slowly(request: Any, answer: type, **_: object) -> Any:
         clock.now += sync_module.MAX_TURN * isinstance(request, protocol.Read)
         existed.append((folder / "step-1").exists())
         return converse(request, answer)

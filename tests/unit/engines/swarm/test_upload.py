@@ -1,15 +1,20 @@
 """Uploads to nodes on other hosts: the code without ignored files, and the files that nodes have written."""
 
 import base64
+import contextlib
 import io
+import itertools
 import os
+import socket
 import subprocess
 import tarfile
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
 import pytest
+from support.ends import KEY
 from support.optional import not_none
 from support.uploads import sparse
 
@@ -100,7 +105,7 @@ class FakeNode:
     def __init__(self) -> None:
         self.content, self.requests = b"", []
 
-    def converse(self, request: protocol.Upload, answer: type, patience: float) -> None:
+    def converse(self, request: protocol.Upload, answer: type, patience: float, *_: object) -> None:
         assert (request.folder, request.offset, answer) == ("job", len(self.content), protocol.Uploaded)
         self.content += base64.b64decode(request.data)
         self.requests.append((request.tag, patience))
@@ -121,6 +126,17 @@ def test_an_archive_must_be_sent_in_pieces_with_its_digest_in_the_last_one(tmp_p
     with tarfile.open(fileobj=io.BytesIO(node.content)) as archive:
         assert archive.getnames() == ["folder/inside", "large"]
         assert not_none(archive.extractfile("large")).read() == (tmp_path / "large").read_bytes()
+
+
+def test_sending_an_archive_must_end_once_it_is_to_stop(tmp_path):
+    (tmp_path / "large").write_bytes(bytes(PIECE * 4))
+    here, there = socket.socketpair()
+    link = NodeConnection(here, KEY)
+    asked = itertools.count()
+    with contextlib.closing(link), there, packed(tmp_path, [tmp_path / "large"], tmp_path) as (file, tag):
+        threading.Thread(target=lambda: [*iter(lambda: there.recv(1 << 20), b"")], daemon=True).start()
+        with pytest.raises(ConnectionError):  # the node reads, and answers nothing
+            send_archive(link, "job", file, tag, lambda: next(asked) == 2)
 
 
 class Link:

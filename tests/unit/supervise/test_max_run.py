@@ -1,0 +1,66 @@
+"""A job must end at its time limit, whatever it waits for; on a scripted engine."""
+
+import pytest
+from support.methods import after
+from support.recording import RecordingEngine
+from support.scripted import KILLED
+
+from orchestrate.errors import EngineError
+from orchestrate.job.outcomes import JobResult, Outcome
+from orchestrate.job.spec import JobSpec
+from orchestrate.supervise.stores import Stores
+
+STOPPED = JobResult(Outcome.STOPPED, "max_run was reached")
+SPEC = JobSpec(trainers=2, grace=1.0, max_run=30.0)
+
+
+class Waiting(RecordingEngine):
+    """An engine of which one method waits until it is to stop, from the call of a number on."""
+
+    def __init__(self, job, method: str, number: int, *generations: list) -> None:
+        super().__init__(*generations)
+        original, self.job, self.asked = getattr(self, method), job, 0
+
+        def wait(*arguments) -> None:
+            self.asked += 1
+            if self.asked < number:
+                return original(*arguments)
+            *_, stopped = arguments
+            while not stopped():
+                job.clock.sleep(1.0)
+            if method == "up":
+                raise EngineError("not all nodes did start")
+            original(*arguments)
+
+        setattr(self, method, wait)
+
+
+@pytest.mark.parametrize(("method", "number"), [("up", 1), ("up", 2), ("gather", 1), ("start", 1), ("start", 2)])
+def test_a_wait_for_nodes_and_their_files_must_end(job, method, number):
+    began, engine = job.clock.now, Waiting(job, method, number, [KILLED], [])
+    assert job.run(engine, SPEC) == STOPPED
+    assert 30 <= job.clock.now - began < 33 and engine.calls[-1] == "down"
+
+
+def test_a_request_to_stop_must_end_the_start_of_workers(job):
+    engine = Waiting(job, "start", 1, [])
+    job.stops = lambda: int(job.clock.now > 1_000_010)
+    assert job.run(engine, JobSpec(trainers=2, grace=1.0)) == JobResult(Outcome.STOPPED, "stopped by the user")
+
+
+def test_the_delay_before_a_restart_must_end(job):
+    engine = RecordingEngine([[]] * 280 + [KILLED], [])
+    began, engine.stop = job.clock.now, after(engine.stop, lambda: job.clock.sleep(1.9))
+    assert job.run(engine, SPEC) == STOPPED
+    assert job.clock.now - began < 31 and engine.calls == ["up", "start", "stop", "down"]
+
+
+def test_fetching_of_checkpoints_must_end(job):
+    class Endless(Stores):
+        def begin(self, stopped) -> None:
+            while not stopped():
+                job.clock.sleep(1.0)
+
+    engine = RecordingEngine([])
+    assert job.run(engine, SPEC, stores=Endless()) == STOPPED
+    assert "start" not in engine.calls
