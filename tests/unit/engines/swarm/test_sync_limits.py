@@ -1,13 +1,13 @@
 """What nodes can make this machine do while their files are copied must have limits."""
 
 import base64
+import contextlib
 import threading
 from typing import Any
 
 import pytest
 from support.scripted import Clock
 from support.synced import FakeNode
-from support.waiting import eventually
 
 from orchestrate.engines.swarm import owners
 from orchestrate.engines.swarm.sync import LARGE, STALL_BYTES, STALL_SECONDS
@@ -47,8 +47,9 @@ def test_copying_of_all_files_must_go_on_while_files_come(synced, folder):
     assert clock.now - 1_000_000 > 2 * STALL_SECONDS and len([*folder.iterdir()]) == 30
 
 
-def test_the_files_of_all_nodes_together_must_be_limited(synced, folder, monkeypatch):
-    monkeypatch.setattr(owners, "MAX_FILES", 5)
+@pytest.mark.parametrize(("limit", "value"), [("MAX_FILES", 5), ("MAX_NAMES", 10)])
+def test_the_files_of_all_nodes_together_must_be_limited(synced, folder, monkeypatch, limit, value):
+    monkeypatch.setattr(owners, limit, value)
     master, trainer = FakeNode(), FakeNode()
     master.files = {f"m{number}": b"1" for number in range(4)}
     trainer.files = {f"t{number}": b"1" for number in range(4)}
@@ -59,31 +60,27 @@ def test_the_files_of_all_nodes_together_must_be_limited(synced, folder, monkeyp
     master.files.clear()
     trainer.files.clear()
     assert sync.catch_up(20) and not [*folder.iterdir()]
-    trainer.files = {f"new{number}": b"1" for number in range(5)}
+    trainer.files = {f"n{number}": b"1" for number in range(5)}
     assert sync.catch_up(20) and len([*folder.iterdir()]) == 5  # files that are gone do not count
 
 
-@pytest.mark.parametrize(("size", "at_once"), [(LARGE + 1, 1), (LARGE, 3)])
-def test_only_one_large_list_must_be_handled_at_a_time(synced, size, at_once):
+@pytest.mark.parametrize("size", [LARGE + 1, LARGE])
+def test_only_one_large_list_must_be_handled_at_a_time(synced, size):
     """Each takes many times its size in memory."""
-    handled, most, gate = set[str](), [0], threading.Event()
+    large, met = size > LARGE, []
+    together = threading.Barrier(2, timeout=0.5 if large else 20)
 
-    class Large(FakeNode):
+    class Node(FakeNode):
         def converse(self, request: Any, answer: type, **more: Any) -> Any:
             if isinstance(request, protocol.Read):
-                handled.add(request.path)
-                most[0] = max(most[0], len(handled))
-                if len(handled) == at_once:
-                    gate.set()
-                assert gate.wait(20)
-                handled.discard(request.path)
+                with contextlib.suppress(threading.BrokenBarrierError):
+                    met.append(together.wait())
             else:
                 more["admit"](size)
                 more["admit"](size)  # the node sends two
             return super().converse(request, answer)
 
-    nodes = {name: Large() for name in ("master", "trainer-1", "trainer-2")}
+    nodes = {"master": Node(), "trainer": Node()}
     for name, node in nodes.items():
         node.files = {name: b"1"}
-    sync = synced(**nodes)
-    assert eventually(lambda: sync.catch_up(20)) and most == [at_once]
+    assert synced(**nodes).catch_up(20) and bool(met) != large

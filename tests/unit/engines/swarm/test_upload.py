@@ -129,11 +129,11 @@ def test_an_archive_must_be_sent_in_pieces_with_its_digest_in_the_last_one(tmp_p
 
 
 def test_sending_an_archive_must_end_once_it_is_to_stop(tmp_path):
-    (tmp_path / "large").write_bytes(bytes(PIECE * 4))
+    (tmp_path / "small").touch()  # the node gets ten minutes to unpack
     here, there = socket.socketpair()
     link = NodeConnection(here, KEY)
     asked = itertools.count()
-    with contextlib.closing(link), there, packed(tmp_path, [tmp_path / "large"], tmp_path) as (file, tag):
+    with contextlib.closing(link), there, packed(tmp_path, [tmp_path / "small"], tmp_path) as (file, tag):
         threading.Thread(target=lambda: [*iter(lambda: there.recv(1 << 20), b"")], daemon=True).start()
         with pytest.raises(ConnectionError):  # the node reads, and answers nothing
             send_archive(link, "job", file, tag, lambda: next(asked) == 2)
