@@ -26,41 +26,39 @@ class Unreadable(Exception):
 
 
 class Progress:
-    """Counts bytes that are read of files, and files that are copied, each of them once."""
+    """Counts what is read of files and which are copied, in a number that grows as long as copying makes progress."""
 
     def __init__(self) -> None:
         self.count = 0
+        self._most: Mapping[str, int] | None = None
         self._read: dict[str, int] = {}  # bytes by path, in the attempt that got furthest
         self._copied: set[str] = set()
-        self._most: Mapping[str, int] | None = None
         self._changing = threading.Lock()
 
     def limit(self, sizes: Mapping[str, int]) -> None:
-        """Count no more than these files, and bytes of each, from now on: a process that writes on could never end."""
-        self._most = self._most or sizes
+        """Count from now on only these files and their bytes, each once: something that writes on could never end."""
+        with self._changing:
+            if self._most is None:
+                self._most = sizes
 
     def read(self, path: str, total: int) -> None:
-        """Count the bytes of a file that no earlier attempt has read."""
+        """Count the bytes of a file that were read so far."""
         with self._changing:
+            if self._most is None:
+                self.count += 1
             # A file is read for its digest, and then to be copied.
-            most = total if self._most is None else min(total, 2 * self._most.get(path, 0))
-            if (more := most - self._read.get(path, 0)) > 0:
-                self._read[path] = most
+            elif (more := min(total, 2 * self._most.get(path, 0)) - self._read.get(path, 0)) > 0:
+                self._read[path] = self._read.get(path, 0) + more
                 self.count += more
 
     def copied(self, path: str) -> None:
         """Count a file."""
         with self._changing:
-            if path not in self._copied and (self._most is None or path in self._most):
+            if self._most is None:
+                self.count += 1
+            elif path in self._most and path not in self._copied:
                 self._copied.add(path)
                 self.count += 1
-
-    def forget(self, kept: Mapping[str, object]) -> None:
-        """Forget files that are gone, unless there is a limit: one with the same name would count again."""
-        with self._changing:
-            if self._most is None:
-                self._read = {path: size for path, size in self._read.items() if path in kept}
-                self._copied.intersection_update(kept)
 
 
 class Content:

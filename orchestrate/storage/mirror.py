@@ -178,7 +178,6 @@ class Mirror:
     def _forget(self, files: Mapping[str, Facts]) -> None:
         """Forget files that are gone; delete what rounds that have failed uploaded, and no file has anymore."""
         self._digests = {path: known for path, known in self._digests.items() if path in files}
-        self.progress.forget(files)
         if self._uploaded:
             still = {manifests.key_of(path, digest) for path, (_, digest) in self._digests.items()}
             self._delete(self._uploaded - still)

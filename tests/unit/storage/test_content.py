@@ -35,22 +35,26 @@ def test_a_file_that_something_still_writes_must_not_count_as_progress(tmp_path,
     assert counts[0] > 0 and counts[-1] <= 2 * 2 * MIB + 1
 
 
-def test_each_file_and_each_byte_must_count_once():
-    progress, counts = Progress(), []
-    for total in (1, 5, 3, 6):
+def test_a_file_that_was_copied_before_and_is_written_again_at_the_end_must_count(tmp_path, saved):
+    mirror = saved.mirror(open_store(f"file://{tmp_path}/store"))
+    saved.write("last.pt", b"1" * MIB)
+    assert not mirror.sync(never) and mirror.sync(never)
+    saved.write("last.pt", b"2" * MIB)
+    before = mirror.progress.count
+    assert mirror.sync(never, final=True) and mirror.progress.count > before + MIB
+
+
+def test_each_file_and_each_byte_must_count_once_at_the_end():
+    progress = Progress()
+    progress.read("a", 1)
+    progress.copied("a")
+    assert (began := progress.count) > 0
+    progress.limit({"a": 4, "c": 2, "empty": 0})
+    progress.limit({"b": 9})
+    for total in (1, 3, 2, 4):
         progress.read("a", total)
-        counts.append(progress.count)
-    progress.copied("a")
-    progress.copied("a")
-    progress.copied("empty")
-    assert counts == [1, 5, 5, 6] and progress.count == 8
-    progress.forget({"a": 1})
-    progress.copied("empty")  # another one with its name
-    progress.read("a", 6)
-    assert progress.count == 9
-    progress.limit({"a": 4, "c": 2})
-    progress.forget({})
-    for name in ("a", "b", "c", "c"):
+    assert progress.count == began + 4
+    for name in ("a", "a", "b", "c", "empty", "empty"):
         progress.read(name, 100)
         progress.copied(name)
-    assert progress.count == 9 + (2 * 4 - 6) + 2 * 2 + 1
+    assert progress.count == began + (2 * 4 + 1) + (2 * 2 + 1) + 1

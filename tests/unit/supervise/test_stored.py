@@ -242,7 +242,7 @@ def test_a_copy_of_checkpoints_must_be_given_up_only_after_two_minutes_without_p
 
         @property
         def state(self) -> State:
-            self.progress.read("a", min(int(copies.emit.seconds() // 60), minutes))
+            self.progress.count = min(int(copies.emit.seconds() // 60), minutes)
             return State(pending_bytes=5 << 20, error="away", committed=1.0, complete=self.finished)
 
         @property
