@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import select
 import socket
+import threading
 import time
 from collections.abc import Callable
 from typing import TypeVar
@@ -17,7 +18,18 @@ from orchestrate.node.protocol import MAX_GREETING
 
 T = TypeVar("T")
 ANSWER_TIMEOUT = 10.0  # seconds to wait for a node's answer
+LARGE = 1 << 20  # bytes of a report that takes much memory: seven times its size, once it is parsed
 POLL_INTERVAL = 0.5  # seconds between two questions whether an answer is still wanted
+
+
+def one_at_a_time(lock: threading.RLock, held: contextlib.ExitStack) -> Callable[[int], None]:
+    """Return an `admit` that takes a lock before a large report is parsed, and keeps it until `held` is closed."""
+
+    def admit(size: int) -> None:
+        if size > LARGE:
+            held.enter_context(lock)
+
+    return admit
 
 
 class NodeConnection:

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import re
+import signal
+import subprocess
+import threading
 from collections import deque
-from typing import IO
+from functools import partial
 
 from orchestrate.console import phase, print_message, progress
+from orchestrate.errors import ResourceError
 
 log = logging.getLogger(__name__)
 
+TIMEOUT = 2 * 3600.0  # seconds: packages may be compiled, and a package's own program may never end
+MAX_LINE = 1 << 16  # characters of a line; longer ones are split
 SHOWN_LINES = 50  # of the output of a command that fails
 INTERNAL = "[internal]"  # steps of BuildKit's own
 STEP = re.compile(r"(#\d+) (?:\d+\.\d+ )?")  # BuildKit's number of a step, and the time of a line
@@ -19,6 +27,7 @@ UNREACHABLE = re.compile(
     r"[Nn]ame resolution|new connection|[Cc]onnection (?:refused|reset|timed out|broken)|Network is unreachable"
     r"|Read timed out|Max retries exceeded|TLS handshake timeout|no such host"
 )
+HANGS = "check the packages: the program that builds one may wait"
 UNTRUSTED = "CERTIFICATE_VERIFY_FAILED"
 NO_NETWORK = "no connection: try BUILD_NETWORK=host (README, The image)"
 NO_TRUST = (
@@ -40,17 +49,38 @@ def essence(output: str) -> str:
     return "\n".join(lines) or output
 
 
-def follow(output: IO[str]) -> deque[str]:
-    """Read the output of a command to its end, showing the current line; return the last lines."""
+def follow(process: subprocess.Popen[str]) -> deque[str]:
+    """Read the output of a command, the leader of a process group, showing the current line; return the last lines.
+
+    Ctrl-C ends the group. Raises ResourceError if the command does not end in time.
+    """
+    assert process.stdout
     last: deque[str] = deque(maxlen=SHOWN_LINES)
     internal: set[str] = set()
-    for line in output:
-        log.debug("%s", line.rstrip())
-        step, text = STEP.match(line), STEP.sub("", line).strip()
-        if step and text.startswith(INTERNAL):
-            internal.add(step[1])
-        if text and not (step and step[1] in internal):
-            last.append(line.rstrip())
-            progress(text, print_message)
-    phase("")
+    timer = threading.Timer(TIMEOUT, partial(_end, process, signal.SIGKILL))
+    timer.daemon = True
+    timer.start()
+    try:
+        for line in iter(partial(process.stdout.readline, MAX_LINE), ""):
+            log.debug("%s", line.rstrip())
+            step, text = STEP.match(line), STEP.sub("", line).strip()
+            if step and text.startswith(INTERNAL):
+                internal.add(step[1])
+            if text and not (step and step[1] in internal):
+                last.append(line.rstrip())
+                progress(text, print_message)
+    except BaseException:
+        _end(process, signal.SIGTERM)
+        raise
+    finally:
+        phase("")
+        expired = timer.finished.is_set()
+        timer.cancel()
+    if expired:
+        raise ResourceError(f"the installation did not end within {TIMEOUT / 3600:g} h", HANGS)
     return last
+
+
+def _end(process: subprocess.Popen[str], how: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, how)

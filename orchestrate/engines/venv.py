@@ -97,9 +97,9 @@ def _run(command: list[str], what: str, hint: str) -> None:
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
+        start_new_session=True,
     ) as process:
-        assert process.stdout
-        last = follow(process.stdout)
+        last = follow(process)
     if process.returncode:
         print_message("\n".join(last))
         raise ResourceError(f"could not {what}: see the output above", hint)

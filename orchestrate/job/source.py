@@ -13,7 +13,7 @@ import shutil
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from urllib.parse import unquote
+from urllib.parse import quote, unquote_to_bytes
 
 from orchestrate.console import during, print_message
 from orchestrate.errors import ResourceError, UsageError
@@ -63,6 +63,8 @@ def parsed(source: str) -> Repository:
         raise UsageError(f"source: {folder} is not a folder of the repository", "use a path relative to its top")
     if ":" in host.rpartition("@")[0] or redact.KNOWN_FORMATS.search(host):
         raise UsageError("source: the URL contains a password or token", "use a credential helper of git, or SSH")
+    if scheme == "file" and host:  # git would ignore it
+        raise UsageError("source: a file:// URL has no host", "use git+file:///PATH")
     if revision.startswith("-"):
         raise UsageError("source: a revision cannot start with a hyphen", "use a branch, a tag or a commit")
     return Repository(f"{scheme}://{host}{slash}{path}", revision or "HEAD", folder)
@@ -124,12 +126,17 @@ def _fetch(repository: Repository, cache: Path) -> Path:
     bare = cache / "git"
     for left in bare.glob("*.lock"):  # by a git that was killed
         left.unlink()
-    if repository.url.startswith(FILE):
-        # Git follows links in a repository, and reads it by its path.
-        writable.resolved(f"{unquote(repository.url.removeprefix(FILE))}/.git", fixed=True)
+    url = repository.url
+    if url.startswith(FILE):
+        # Git follows links in a repository, and reads it by its path, which must be the one that is checked.
+        path = os.fsdecode(unquote_to_bytes(url.removeprefix(FILE)))
+        if not path.startswith("/") or "\0" in path:
+            raise UsageError(f"source: {url} names no path", "use git+file:///PATH")
+        writable.resolved(f"{path}/.git", fixed=True)
+        url = FILE + quote(os.fsencode(path))
     _git("init", "--quiet", "--bare", str(bare))  # changes nothing if that was done
     there = f"--git-dir={bare}"
-    _git(there, "fetch", "--quiet", "--depth=1", "--no-tags", "--", repository.url, repository.revision)
+    _git(there, "fetch", "--quiet", "--depth=1", "--no-tags", "--", url, repository.revision)
     commit = _git(there, "rev-parse", "FETCH_HEAD^{commit}")
     folder = cache / commit
     if not folder.is_dir():

@@ -91,9 +91,9 @@ class Running:
     def retry(self, action: Callable[[], None], fails: type[Exception], event: Callable[[str], Event]) -> None:
         """Retry `action` until it succeeds or the time limit is reached; emit `event` at the first failure.
 
-        The limit is shorter if the job is being stopped: a paused node, for example, does not respond.
+        The limit is shorter once the job is to end: a paused node, for example, does not respond.
         """
-        deadline = self.clock.monotonic() + (STOPPING_TIMEOUT if self.stops() else ENGINE_TIMEOUT)
+        deadline = self.clock.monotonic() + ENGINE_TIMEOUT
         emitted = False
         while True:
             try:
@@ -102,6 +102,8 @@ class Running:
                 if not emitted:
                     self.emit(event(str(error)))
                 emitted = True
+                if self.over():
+                    deadline = min(deadline, self.clock.monotonic() + STOPPING_TIMEOUT)
                 if self.clock.monotonic() > deadline or self.sleep(1.0):
                     raise
 

@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     times, tail = _times(args, paths, len(plan.workers)), args.tail
     if tail is not None and not args.grep:
         for follower in followers:
-            follower.tail(tail)
+            follower.tail(min(tail, MAX_TAIL // LINE_SIZE))
     with waiting.detaching(paths.root.name) if args.follow else contextlib.nullcontext():
         for running in waiting.rounds(args, paths):
             streams = [_selected(follower, args, times, end=not running) for follower in followers]

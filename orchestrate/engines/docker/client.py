@@ -194,7 +194,7 @@ class Daemon:
                     stdin=stdin,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
-                    start_new_session=capture,  # Ctrl-C must not reach it: the session removes what it starts
+                    start_new_session=True,  # Ctrl-C must not reach it: we end it, and remove what it starts
                     text=True,
                     encoding="utf-8",
                     errors="replace",
@@ -203,9 +203,8 @@ class Daemon:
                 raise ResourceError("no docker command on PATH", "install it, with its Compose plugin") from None
         start = time.monotonic()
         with process:
-            assert process.stdout
             left = COMPOSE_STOP_TIMEOUT if patience is None else patience
-            output = _output_of(process, stopped, left) if capture else "\n".join(follow(process.stdout))
+            output = _output_of(process, stopped, left) if capture else "\n".join(follow(process))
         duration = time.monotonic() - start
         log.debug("docker compose %s: exit code %d in %.2f s", shlex.join(arguments), process.returncode, duration)
         if process.returncode:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import Callable, Iterable
 from concurrent import futures
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import BinaryIO
 
 from orchestrate.engines.base import Observed, Stop, never
 from orchestrate.engines.clients import NodeClients, key_of
-from orchestrate.engines.connection import ANSWER_TIMEOUT, NodeConnection
+from orchestrate.engines.connection import ANSWER_TIMEOUT, NodeConnection, one_at_a_time
 from orchestrate.engines.swarm import service_spec
 from orchestrate.engines.swarm.manager import ApiObject, Manager, ended, is_healthy, is_starting
 from orchestrate.engines.swarm.objects import SwarmJob
@@ -348,12 +349,18 @@ class SwarmSession:
             return
         facts = {str(path.relative_to(self.files)): path.stat() for path in files if not path.is_symlink()}
         here = {path: [status.st_size, status.st_mtime_ns] for path, status in facts.items()}
+        large = threading.RLock()
         with packed(self.files, files, self.swarm.run.parent) as (file, digest):
 
+            def has_all(link: NodeConnection) -> bool:
+                """Whether the node has these files and no others: it wrote all of them."""
+                with contextlib.ExitStack() as held:
+                    admit = one_at_a_time(large, held)
+                    there = link.converse(protocol.GetChanges(self.job_dir, {}), protocol.Changes, admit=admit).files
+                    return {path: facts[:2] for path, facts in there.items()} == here
+
             def act(link: NodeConnection) -> None:
-                there = link.converse(protocol.GetChanges(self.job_dir, {}), protocol.Changes).files
-                same = {path: facts[:2] for path, facts in there.items()} == here  # it wrote all of them
-                if not same and _tags(link).get(self.job_dir) != digest:
+                if not has_all(link) and _tags(link).get(self.job_dir) != digest:
                     send_archive(link, self.job_dir, file, digest, stopped)
 
             self._on_each(dict.fromkeys(worker.node for worker in workers), act)

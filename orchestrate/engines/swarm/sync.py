@@ -22,7 +22,7 @@ from typing import Any
 
 from orchestrate.clock import SYSTEM, Clock, Stall
 from orchestrate.engines.base import never
-from orchestrate.engines.connection import NodeConnection
+from orchestrate.engines.connection import NodeConnection, one_at_a_time
 from orchestrate.engines.swarm.fetch import Fetch, reachable, same
 from orchestrate.engines.swarm.fetch import link as place_link
 from orchestrate.engines.swarm.owners import MAX_FILES, Owners
@@ -47,7 +47,6 @@ CLOSE_TIMEOUT = 5.0  # seconds for the current round to end; connecting may take
 MAX_TURN = 0.5  # seconds to fetch a node's files before checking its logs again
 MAX_LOGGING = 60.0  # seconds in one round to copy logs that grow meanwhile
 STALL_SECONDS, STALL_BYTES = 120.0, 1 << 20  # copying all files ends if fewer bytes come within that time
-LARGE = 1 << 20  # bytes of a list of which only one is handled at a time: it takes seven times as much memory
 MAX_LINKS = 10_000  # of a node; those in folders of packages lead to other folders, and are not copied
 OWN = {FENCE}  # files of the orchestrator in a job folder
 
@@ -211,13 +210,10 @@ class FileSync:
 
     def _copy_from(self, node: _Node, link: NodeConnection, held: contextlib.ExitStack) -> bool:
         """Copy new data from a node; `held` gets the lock of a large list."""
-
-        def admit(size: int) -> None:
-            if size > LARGE:
-                held.enter_context(self.large)
-
         have = {path: self._size(path) for path in node.logs}
-        changes = link.converse(protocol.GetChanges(self.folder, have), protocol.Changes, admit=admit)
+        changes = link.converse(
+            protocol.GetChanges(self.folder, have), protocol.Changes, admit=one_at_a_time(self.large, held)
+        )
         node.heard, node.trouble = True, ""
         appended = [self._append(path, data) for path, data in changes.logs.items() if path in have]
         self._remove_conflicts(node, {**changes.files, **changes.links})

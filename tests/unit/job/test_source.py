@@ -1,7 +1,9 @@
 """URLs of Git repositories, and their errors."""
 
+import contextlib
 import os
 import shutil
+from urllib.parse import quote
 
 import pytest
 from support.repositories import commit
@@ -33,6 +35,12 @@ def test_a_url_that_leads_elsewhere_must_be_refused(text):
         source.parsed(text)
 
 
+@pytest.mark.parametrize("host", ["localhost", "elsewhere", "[::1"])
+def test_a_host_that_git_would_ignore_must_be_refused(host):
+    with pytest.raises(UsageError, match="source: a file:// URL has no host"):
+        source.parsed(f"git+file://{host}/a/b")
+
+
 @pytest.mark.parametrize("text", ["git+ext::sh -c x", "git+http://me:pass@host/a", "git+/a/b", "git+git@host:a"])
 def test_other_protocols_must_be_refused_without_repeating_a_password(text):
     with pytest.raises(UsageError, match="source must be") as caught:
@@ -62,6 +70,29 @@ def test_a_protocol_that_only_the_shell_allows_must_be_refused(tmp_path, monkeyp
     monkeypatch.setenv("GIT_ALLOW_PROTOCOL", "git")
     with pytest.raises(ResourceError, match="transport 'git' not allowed"):
         source.check_out(source.Repository("git://127.0.0.1:1/a", "HEAD", ""))
+
+
+@pytest.mark.parametrize("name", [b"\xff", "ü".encode(), b"a%41 b"])
+@pytest.mark.parametrize("links", [True, False])
+def test_git_must_read_the_path_that_was_checked(repository, tmp_path, monkeypatch, name, links):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path = os.fsencode(tmp_path / "mine") + b"/" + name
+    os.mkdir(tmp_path / "mine")
+    if links:
+        os.symlink(repository, path)
+        writable.note([tmp_path / "mine"])
+    else:
+        shutil.copytree(repository, os.fsdecode(path))
+    where = source.parsed(f"git+file://{quote(path)}")
+    with pytest.raises(UsageError, match="/mine") if links else contextlib.nullcontext():
+        assert source.check_out(where).is_dir()
+
+
+def test_a_path_with_a_null_must_be_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with pytest.raises(UsageError, match="names no path"):
+        source.check_out(source.parsed(f"git+file://{tmp_path}%00/x"))
 
 
 @pytest.mark.parametrize("linked", [".git", ".git/objects"])

@@ -1,5 +1,7 @@
 """A job must end at its time limit, whatever it waits for; on a scripted engine."""
 
+import errno
+
 import pytest
 from support.recording import RecordingEngine
 from support.scripted import KILLED
@@ -7,6 +9,7 @@ from support.scripted import KILLED
 from orchestrate.errors import EngineError
 from orchestrate.job.outcomes import JobResult, Outcome
 from orchestrate.job.spec import JobSpec
+from orchestrate.supervise.running import STOPPING_TIMEOUT
 from orchestrate.supervise.stores import Stores
 
 STOPPED = JobResult(Outcome.STOPPED, "max_run was reached")
@@ -64,3 +67,14 @@ def test_fetching_of_checkpoints_must_end(job):
     engine = RecordingEngine([])
     assert job.run(engine, SPEC, stores=Endless()) == STOPPED
     assert "start" not in engine.calls
+
+
+def test_a_full_disk_must_not_keep_a_job(job):
+    def gather(stopped) -> None:
+        job.clock.sleep(7.0)  # the limit is reached meanwhile
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    began, engine = job.clock.now, RecordingEngine([KILLED], [])
+    engine.gather = gather
+    assert job.run(engine, SPEC) == STOPPED
+    assert 30 < job.clock.now - began < 30 + STOPPING_TIMEOUT + 2 * 8

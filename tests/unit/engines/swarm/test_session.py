@@ -1,10 +1,12 @@
 """Which nodes the Swarm engine starts, awaits and uses; with a simulated Swarm, nodes and clock."""
 
+import contextlib
 import dataclasses
 import tarfile
+import threading
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from support.ends import KEY
@@ -14,11 +16,12 @@ from support.plans import Site
 from support.swarm_nodes import SPEC, connected, down, job, state, three_nodes
 
 from orchestrate.engines.choice import select_engine
+from orchestrate.engines.connection import LARGE, NodeConnection
 from orchestrate.engines.swarm import engine as engine_module
 from orchestrate.engines.swarm import session as swarm
 from orchestrate.engines.swarm.engine import SwarmEngine
 from orchestrate.engines.swarm.session import SwarmSession
-from orchestrate.engines.swarm.upload import packed
+from orchestrate.engines.swarm.upload import on_each, packed
 from orchestrate.errors import EngineError, ResourceError, UsageError
 from orchestrate.files import records
 from orchestrate.job.spec import IMAGE, JobSpec
@@ -314,7 +317,7 @@ class NodeWithFiles:
     def __init__(self, files: dict[str, list[int]], tag: str = "") -> None:
         self.files, self.tag, self.uploads = files, tag, 0
 
-    def converse(self, request: protocol.Request, answer: type, *_: object) -> protocol.Report:
+    def converse(self, request: protocol.Request, answer: type, *_: object, **__: object) -> protocol.Report:
         self.uploads += isinstance(request, protocol.Upload)
         return (
             message("status", tags={"/job": self.tag})
@@ -345,3 +348,25 @@ def test_files_must_be_sent_only_to_nodes_that_need_them(engine, tmp_path):
     (tmp_path / "last").unlink()
     engine._send_files(job().workers)  # nothing to send
     assert nodes["trainer-2"].uploads == 1
+
+
+@pytest.mark.parametrize("size", [LARGE + 1, LARGE])
+def test_only_one_large_list_must_be_compared_at_a_time(engine, tmp_path, size):
+    large, met = size > LARGE, []
+    together = threading.Barrier(2, timeout=0.5 if large else 20)
+
+    class Node(NodeWithFiles):
+        def converse(self, request: protocol.Request, answer: type, *_: object, **more: Any) -> protocol.Report:
+            if answer is protocol.Changes:
+                more["admit"](size)
+                with contextlib.suppress(threading.BrokenBarrierError):
+                    met.append(together.wait())
+            return super().converse(request, answer)
+
+        def close(self) -> None:
+            pass
+
+    (tmp_path / "state.pt").write_text("saved")
+    engine._on_each = lambda names, act: on_each([*names][:2], lambda name: cast(NodeConnection, Node({})), act)
+    engine._send_files(job().workers)
+    assert bool(met) != large

@@ -9,8 +9,9 @@ import pytest
 from support.scripted import Clock
 from support.synced import FakeNode
 
+from orchestrate.engines.connection import LARGE
 from orchestrate.engines.swarm import owners
-from orchestrate.engines.swarm.sync import LARGE, STALL_BYTES, STALL_SECONDS
+from orchestrate.engines.swarm.sync import STALL_BYTES, STALL_SECONDS
 from orchestrate.errors import EngineError
 from orchestrate.node import protocol
 
