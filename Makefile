@@ -22,6 +22,7 @@ lint: $(VENV)/.test
 	$(VENV)/bin/mypy; code=$$?; wait $$types || code=$$?; wait; exit $$code
 
 # Lint, types, and the tests that start no node and no engine: in minutes, before each commit.
+check: JOBS = 6
 check: lint
 	$(PYTEST) $(ARGS) tests/unit tests/app tests/project
 
