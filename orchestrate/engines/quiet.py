@@ -57,7 +57,13 @@ def follow(process: subprocess.Popen[str]) -> deque[str]:
     assert process.stdout
     last: deque[str] = deque(maxlen=SHOWN_LINES)
     internal: set[str] = set()
-    timer = threading.Timer(TIMEOUT, partial(_end, process, signal.SIGKILL))
+    late = threading.Event()
+
+    def give_up() -> None:
+        late.set()  # first: the output ends with the process
+        _end(process, signal.SIGKILL)
+
+    timer = threading.Timer(TIMEOUT, give_up)
     timer.daemon = True
     timer.start()
     try:
@@ -74,9 +80,8 @@ def follow(process: subprocess.Popen[str]) -> deque[str]:
         raise
     finally:
         phase("")
-        expired = timer.finished.is_set()
         timer.cancel()
-    if expired:
+    if late.is_set():
         raise ResourceError(f"the installation did not end within {TIMEOUT / 3600:g} h", HANGS)
     return last
 

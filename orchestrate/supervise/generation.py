@@ -154,7 +154,7 @@ class Generation:
         """Start the workers, once."""
         if not self.launched:
             self.launched = True
-            self.job.session.start(self.plan, lambda: bool(self.job.over()))
+            self.job.session.start(self.plan, self.job.is_over)
             self.emit(events.GenerationStarted(self.plan.generation, self.plan.placement.packages))
             self._stop_if_over()  # some workers may not have been started then
             self.awaited, self.noted = set(), self.clock.monotonic()

@@ -73,7 +73,7 @@ class Nodes:
         self.emit(events.NodesUp(nodes, self.hosts))
         if copies:
             self.work_copy.finish()
-        self.job.write(lambda: self.job.session.gather(self._stopped))
+        self.job.write(lambda: self.job.session.gather(self.job.is_over))
         self.plan = self._planned(nodes, number)
         self.job.write(lambda: self.keep(self.plan))
 
@@ -121,10 +121,7 @@ class Nodes:
                     raise
 
     def _up(self, wanted: Plan) -> None:
-        self.job.session.up(wanted, self._stopped)
-
-    def _stopped(self) -> bool:
-        return bool(self.job.over())
+        self.job.session.up(wanted, self.job.is_over)
 
     def _planned(self, nodes: tuple[str, ...], generation: int) -> Plan:
         """Return the plan of a generation; that of the first one already exists and was printed."""

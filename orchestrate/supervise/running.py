@@ -76,6 +76,10 @@ class Running:
         late = self.spec.max_run and self.emit.seconds() - self.since > self.spec.max_run
         return BY_MAX_RUN if late else ""
 
+    def is_over(self) -> bool:
+        """Whether the job is to end."""
+        return bool(self.over())
+
     def hurried(self) -> bool:
         """Whether the job was asked to stop a second time."""
         return self.stops() > 1

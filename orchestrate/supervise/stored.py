@@ -107,7 +107,7 @@ class Stored(Stores):
             self.emit(events.WarningIssued(text))
 
     def _over(self, progress: Progress) -> Callable[[], bool]:
-        """Return whether to give up copying: after another stop request, or too long without progress."""
+        """Return a function that tells whether to give up copying: if there is another stop request, or no progress."""
         stops, stall = self.stops(), Stall(self.emit.clock, NO_PROGRESS)
         return lambda: self.stops() > stops or stall.seen(progress.count)
 

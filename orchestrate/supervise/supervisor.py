@@ -81,7 +81,7 @@ class Supervisor:
         if self.history.running < 0 and (result or self.history.recent):
             self._reconnect()
         try:
-            self.stores.begin(lambda: bool(self.job.over()))
+            self.stores.begin(self.job.is_over)
             if result is None:
                 self.result = result = self._run_generations()
                 self.emit(events.OutcomeDecided(result.outcome, result.why))
