@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.starts import ROOT
-from orchestrate.job.cores import cores
+from orchestrate.host.cores import cores
 
 DEVICE = "cuda"  # of the scripts
 ONE, ALL = ("--gpus", "1"), ("--gpus", "all")  # options of `orchestrate run`

@@ -25,8 +25,8 @@ from typing import Any
 import torch
 
 from app.checkpoint import load
-from orchestrate.files import private
-from orchestrate.files.paths import JobPaths
+from orchestrate.host import private
+from orchestrate.record.paths import JobPaths
 
 STEPS_PER_EPOCH = 94  # with the default dataset and batch size
 FAULT_INTERVAL = (10, 25)  # steps of progress between two faults

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from orchestrate.job.spec import IMAGE
+from orchestrate.spec.spec import IMAGE
 
 ROOT = Path(__file__).resolve().parents[1]
 NODES = 4

@@ -12,8 +12,8 @@ from orchestrate.cli.parser import JOB_FILES
 from orchestrate.cli.table import COMMANDS, Command
 from orchestrate.console import called
 from orchestrate.errors import UsageError
-from orchestrate.job.inputs import OF_SHELL
-from orchestrate.job.strict_yaml import shown
+from orchestrate.spec.inputs import OF_SHELL
+from orchestrate.spec.strict_yaml import shown
 
 
 def parse(argv: list[str]) -> argparse.Namespace:

@@ -17,11 +17,12 @@ from orchestrate.console import print_message
 from orchestrate.engines.base import SWARMS, Engine, Session
 from orchestrate.engines.ports import port
 from orchestrate.errors import OrchestrateError, UsageError
-from orchestrate.files import lock, records
-from orchestrate.files.paths import NODES, JobPaths
-from orchestrate.job import store, users
-from orchestrate.job.plan import Placement, Plan, names, plan, pluralize
-from orchestrate.job.spec import JobSpec
+from orchestrate.files.paths import NODES
+from orchestrate.host import records, users
+from orchestrate.plan.plan import Placement, Plan, names, plan, pluralize
+from orchestrate.record import lock, run_dir
+from orchestrate.record.paths import JobPaths
+from orchestrate.spec.spec import JobSpec
 
 # Settings that a node keeps from its creation, so that a job must have the same.
 FIXED_KEYS = (
@@ -67,13 +68,14 @@ class Cluster:
             reasons.append(f"its nodes can access only {len(self.plan.gpus)} GPUs")
         if wanted.gpus and self.plan.engine == "swarm" and wanted.nproc_per_node > self.plan.nproc_per_node:
             reasons.append(f"its nodes have {self.plan.nproc_per_node} GPUs each")
-        user, owner = users.nodes_of(spec), self.paths.nodes.lstat()  # root may have started it with or without sudo
+        owner = self.paths.nodes.lstat()  # root may have started it with or without sudo
+        user = users.nodes_of(spec.user)
         if wanted.engine != "process" and user not in (None, (owner.st_uid, owner.st_gid)):
             reasons.append(f"its nodes run as user {owner.st_uid}, the job needs {user[0]}")
         if user_job := self.user():
             reasons.append(f"it is in use by {user_job}")
         elif jobs := self.jobs():
-            running = [paths for paths in jobs if not store.ended(paths)]  # its workers may still run
+            running = [paths for paths in jobs if not run_dir.ended(paths)]  # its workers may still run
             reasons.append(
                 f"it is in use by {running[0].root.name}, which has no supervisor: attach to it or stop it"
                 if running
@@ -93,7 +95,7 @@ class Cluster:
 
     def jobs(self) -> list[JobPaths]:
         """Return the jobs whose files are still in the cluster's folder; links of a project may lead to none."""
-        linked = store.on_cluster(self.paths.root.parent, self.name)
+        linked = run_dir.on_cluster(self.paths.root.parent, self.name)
         return [each for each in linked if os.path.lexists(each.folder.path) or records.find(each.root)]
 
     def placement(self, own: Placement, job_id: str) -> Placement:
@@ -116,7 +118,7 @@ def found(runs: Path) -> list[Cluster]:
     for folder in sorted(runs.glob(f"*/{NODES}")):
         paths = JobPaths(folder.parent)
         with contextlib.suppress(UsageError):  # partly created or removed
-            spec, plan = store.load(paths)
+            spec, plan = run_dir.load(paths)
             if plan.placement.cluster == plan.job_id:
                 clusters.append(Cluster(paths, spec, plan))
     return clusters
@@ -128,7 +130,7 @@ def elsewhere(engine: Engine, runs: Path) -> list[Cluster]:
     for state in engine.jobs():
         if state.cluster and state.named and state.paths.root.parent != runs:
             with contextlib.suppress(UsageError):  # another account's
-                clusters.append(Cluster(state.paths, *store.load(state.paths)))
+                clusters.append(Cluster(state.paths, *run_dir.load(state.paths)))
     return clusters
 
 
@@ -137,14 +139,14 @@ def bring_up(engine: Engine, spec: JobSpec, runs: Path, code: Path | None = None
 
     Removes everything again on failure.
     """
-    name = store.new_id(spec)
+    name = run_dir.new_id(spec)
     paths = JobPaths(runs / name)
     engine.prepare(spec, paths.nodes)
     inventory, own = engine.inventory(spec, paths.nodes, run_image=True)
     placement = dataclasses.replace(own, cluster=name, code=str(code or Path.cwd()), keep=spec.keep or 0.0)
     cluster_plan = plan(spec, inventory, placement, name, port(placement.network, 0))
     warn_of_crowd(cluster_plan)
-    store.create(spec, cluster_plan, paths)
+    run_dir.create(spec, cluster_plan, paths)
     cluster = Cluster(paths, spec, cluster_plan)
     try:
         session = engine.open(spec, cluster_plan, paths.nodes, warn=print_message)
@@ -185,7 +187,7 @@ def take_down(engine: Engine, cluster: Cluster, grace: float) -> None:
     lost, stuck = "", ""
     for paths in cluster.jobs():
         try:
-            store.move_from_cluster(paths)
+            run_dir.move_from_cluster(paths)
         except OSError as error:
             if paths.cluster:  # they are still in its folder
                 stuck = stuck or f"cannot move {paths.folder.path} to {paths.root}: {error.strerror}"
@@ -194,6 +196,6 @@ def take_down(engine: Engine, cluster: Cluster, grace: float) -> None:
     if stuck:
         hint = f"check who owns both, or remove one; then: python -m orchestrate down {cluster.name}"
         raise OrchestrateError(stuck, hint)
-    store.remove(cluster.paths)
+    run_dir.remove(cluster.paths)
     if lost:
         raise OrchestrateError(f"{cluster.name} was removed, but {lost}", "python -m orchestrate ps")

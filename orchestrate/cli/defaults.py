@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrate.errors import UsageError
-from orchestrate.job.layers import read_file
+from orchestrate.spec.layers import read_file
 
 NAME = ("orchestrate", "defaults.yaml")  # in XDG_CONFIG_HOME or ~/.config
 OF_JOBS = ("command", "name", "source", "chdir")  # keys that only a job can have

@@ -14,11 +14,12 @@ from orchestrate.cli.options import LATEST, RUNS
 from orchestrate.cli.table import COMMANDS
 from orchestrate.engines import choice
 from orchestrate.errors import UsageError
-from orchestrate.files import records
-from orchestrate.files.paths import NAME, JobPaths
-from orchestrate.job import owners, store
-from orchestrate.job.plan import Plan
-from orchestrate.job.spec import JobSpec
+from orchestrate.files.paths import NAME
+from orchestrate.host import owners, records
+from orchestrate.plan.plan import Plan
+from orchestrate.record import run_dir
+from orchestrate.record.paths import JobPaths
+from orchestrate.spec.spec import JobSpec
 
 if TYPE_CHECKING:
     from orchestrate.engines.base import Engine
@@ -133,7 +134,7 @@ def anywhere(args: argparse.Namespace) -> tuple[JobPaths, list[Engine]]:
     engines = choice.available_engines()
     paths = JobPaths(find(args, engines))
     with contextlib.suppress(UsageError):  # its files are unreadable
-        spec, plan = store.load(paths)
+        spec, plan = run_dir.load(paths)
         if plan.engine not in {engine.name for engine in engines}:
             return paths, [engine_of(spec, plan), *engines]
     return paths, engines

@@ -8,15 +8,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from orchestrate.errors import UsageError
-from orchestrate.files import lock
-from orchestrate.files.paths import JobPaths
-from orchestrate.job import events, store, usage
-from orchestrate.job.logs import Follower
-from orchestrate.job.spec import JobSpec
+from orchestrate.record import events, lock, run_dir, usage
+from orchestrate.record.logs import Follower
+from orchestrate.record.paths import JobPaths
+from orchestrate.show.printer import Style
+from orchestrate.show.progress import Reader
+from orchestrate.show.screen import Screen
+from orchestrate.spec.spec import JobSpec
 from orchestrate.supervise.output import LAST_LINES_TIMEOUT, Printing, listen
-from orchestrate.view.printer import Style
-from orchestrate.view.progress import Reader
-from orchestrate.view.screen import Screen
 
 USAGE_INTERVAL = 1.0  # seconds
 
@@ -27,7 +26,7 @@ class Following:
     def __init__(self, paths: JobPaths, spec: JobSpec, follower: Follower, screen: Screen, style: Style) -> None:
         """Continue where `follower` has read, and show everything on `screen`."""
         self.paths, self.follower, self.screen = paths, follower, screen
-        self.printing = Printing(follower, store.load(paths)[1], style)
+        self.printing = Printing(follower, run_dir.load(paths)[1], style)
         self.refresh = listen(follower, Reader(spec.metrics), screen)
         self.seen, self.size = 0, -1  # events, and bytes of their file
         self.used, self.due = 0.0, 0.0  # time of the last usage, and of the next question for it
@@ -35,7 +34,7 @@ class Following:
     @property
     def running(self) -> bool:
         """Whether the job has a supervisor."""
-        return bool(lock.holder(self.paths)) and not store.ended(self.paths)
+        return bool(lock.holder(self.paths)) and not run_dir.ended(self.paths)
 
     def _use(self) -> None:
         """Show what the workers use, if the screen does; their supervisor writes it once it is asked."""
@@ -69,7 +68,7 @@ class Following:
 
     def _take(self, event: events.Event) -> None:
         if isinstance(event, events.GenerationStarting):
-            plan = store.load(self.paths)[1]
+            plan = run_dir.load(self.paths)[1]
             self.printing.planned(plan)
             self.screen.planned(plan)
         self.screen.event(event)
@@ -77,7 +76,7 @@ class Following:
 
 def _history(paths: JobPaths) -> list[events.Event]:
     try:
-        return store.history(paths)
+        return run_dir.history(paths)
     except UsageError:  # damaged; the report will name it
         return []
 

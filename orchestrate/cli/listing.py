@@ -16,12 +16,13 @@ from orchestrate.cli.find import created_at, job_folders
 from orchestrate.engines import choice
 from orchestrate.engines.base import Engine, JobState
 from orchestrate.errors import UsageError
-from orchestrate.files import lock
 from orchestrate.files.lines import last
-from orchestrate.files.paths import METRICS, JobPaths
-from orchestrate.job import metrics, owners, store
-from orchestrate.job.limits import format_bytes
-from orchestrate.job.spec import JobSpec
+from orchestrate.files.paths import METRICS
+from orchestrate.host import owners
+from orchestrate.record import lock, metrics, run_dir
+from orchestrate.record.paths import JobPaths
+from orchestrate.spec.sizes import format_bytes
+from orchestrate.spec.spec import JobSpec
 
 TAIL = 64 << 10  # last bytes of metrics.jsonl that are read
 
@@ -50,7 +51,7 @@ def current(runs: Path) -> Iterator[Listed]:
             shown.add(state.job_id)
             facts = (state.job_id, state.engine, state.nodes, status, state.paths.root, created_at(state.paths))
             yield Listed(*facts, metrics=_metrics(state.paths))
-            for paths in store.on_cluster(state.paths.root.parent, state.job_id) if state.cluster and busy else ():
+            for paths in run_dir.on_cluster(state.paths.root.parent, state.job_id) if state.cluster and busy else ():
                 if lock.holder(paths):
                     shown.add(paths.root.name)
                     yield from _supervised(paths, f"running on {state.job_id}")
@@ -68,7 +69,7 @@ def _without(state: JobState) -> str:
 def ended(runs: Path) -> Iterator[Listed]:
     """Yield the jobs in `runs` that have ended, the newest first."""
     for paths in sorted(map(JobPaths, job_folders(runs)), key=created_at, reverse=True):
-        if data := store.ended(paths):
+        if data := run_dir.ended(paths):
             yield Listed(
                 paths.root.name,
                 str(data.get("engine", "")),
@@ -88,7 +89,7 @@ def ended_at(paths: JobPaths) -> float:
 
 def _supervised(paths: JobPaths, state: str) -> Iterator[Listed]:
     with contextlib.suppress(UsageError):  # its files are unreadable
-        spec, plan = store.load(paths)
+        spec, plan = run_dir.load(paths)
         nodes = len(plan.nodes) if plan.placement.cluster else 0
         facts = (plan.job_id, plan.engine, nodes, state, paths.root, created_at(paths))
         yield Listed(*facts, metrics=_metrics(paths, spec))
@@ -101,7 +102,7 @@ def _metrics(paths: JobPaths, spec: JobSpec | None = None) -> dict[str, Any]:
         for row in metrics.fold(line for line in last(file, TAIL) if line):
             found |= metrics.shown(row)
     with contextlib.suppress(UsageError):
-        return {**(spec or store.load(paths)[0]).mask().inside(found)} if found else {}
+        return {**(spec or run_dir.load(paths)[0]).mask().inside(found)} if found else {}
     return {}
 
 
@@ -111,7 +112,7 @@ def _of_cluster(state: JobState, engine: Engine, busy: object) -> str:
         return "in use"
     left = None
     with contextlib.suppress(UsageError, OSError):
-        left = cluster.Cluster(state.paths, *store.load(state.paths)).seconds_left()
+        left = cluster.Cluster(state.paths, *run_dir.load(state.paths)).seconds_left()
     if left is not None and left <= 0:
         return "expired"
     size = engine.memory(state.job_id)

@@ -13,7 +13,7 @@ from orchestrate.cli.table import COMMANDS
 from orchestrate.clock import SYSTEM, Clock
 from orchestrate.console import print_message
 from orchestrate.errors import OrchestrateError, UsageError
-from orchestrate.files import bounded, log_file
+from orchestrate.files import log_file, sandbox
 from orchestrate.patience import Abandoned
 
 
@@ -24,7 +24,7 @@ def main(argv: list[str], clock: Clock = SYSTEM) -> int:
     """
     console.prepare()
     code = _run_guarded(argv, clock)
-    bounded.end()
+    sandbox.end()
     if failure := console.finish():
         print_message(f"error: could not write all output: {failure}")
         console.finish()

@@ -14,10 +14,10 @@ from orchestrate import __version__
 from orchestrate.cli.parser import Parser
 from orchestrate.cli.table import COMMANDS
 from orchestrate.console import called
-from orchestrate.job import patterns
-from orchestrate.job.spec import description
-from orchestrate.job.strict_yaml import shown
-from orchestrate.job.values import LONG
+from orchestrate.spec import patterns
+from orchestrate.spec.spec import description
+from orchestrate.spec.strict_yaml import shown
+from orchestrate.spec.values import LONG
 
 FLAGS = {  # job file keys that are also options, with their metavars
     "trainers": "N",

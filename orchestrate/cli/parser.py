@@ -10,8 +10,8 @@ import sys
 from typing import Any, NoReturn
 
 from orchestrate.errors import UsageError
-from orchestrate.job.spec import FIELDS
-from orchestrate.job.strict_yaml import shown
+from orchestrate.spec.spec import FIELDS
+from orchestrate.spec.strict_yaml import shown
 
 JOB_FILES = (".yaml", ".yml", ".json")
 EXPORTS = {"kubernetes": ("job", "jobset", "trainjob"), "slurm": ("venv", "apptainer", "pyxis"), "compose": ()}

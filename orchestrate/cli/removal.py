@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from orchestrate import errors
 from orchestrate.console import out
 from orchestrate.errors import UsageError
-from orchestrate.files import records
-from orchestrate.files.paths import JobPaths
+from orchestrate.host import records
+from orchestrate.record.paths import JobPaths
 
 if TYPE_CHECKING:
     from orchestrate.engines.base import Engine

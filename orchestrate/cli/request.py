@@ -11,11 +11,11 @@ from orchestrate.cli.arguments import flags
 from orchestrate.console import print_message
 from orchestrate.errors import UsageError
 from orchestrate.files.paths import hidden
-from orchestrate.job import folders, requirements, secret_files, source
-from orchestrate.job.layers import read_file, read_set, resolve
-from orchestrate.job.redact import HIDDEN
-from orchestrate.job.spec import APP, JobSpec, unencodable
 from orchestrate.node.command import launcher
+from orchestrate.spec import folders, requirements, secret_files, source
+from orchestrate.spec.layers import read_file, read_set, resolve
+from orchestrate.spec.redact import HIDDEN
+from orchestrate.spec.spec import APP, JobSpec, unencodable
 from orchestrate.supervise import launch
 from orchestrate.supervise.notify import is_url
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from orchestrate import errors
 from orchestrate.console import print_message, stream
-from orchestrate.job.outcomes import Outcome
-from orchestrate.job.report import text
+from orchestrate.record.outcomes import Outcome
+from orchestrate.record.report import text
 from orchestrate.supervise.running import BY_MAX_RUN
 
 EXIT_CODES = {Outcome.SUCCEEDED: errors.SUCCEEDED, Outcome.FAILED: errors.FAILED, Outcome.LOST: errors.LOST}

@@ -7,7 +7,7 @@ import threading
 from typing import Any
 
 from orchestrate import console, patience
-from orchestrate.job.spec import JobSpec
+from orchestrate.spec.spec import JobSpec
 
 # Seconds that the command still waits after the second request: at least, more for each node, and at most.
 HURRY, HURRY_PER_NODE, MOST = 10.0, 0.5, 60.0

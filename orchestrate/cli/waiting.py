@@ -10,9 +10,8 @@ from typing import NoReturn
 from orchestrate import console, errors
 from orchestrate.console import print_message
 from orchestrate.errors import OrchestrateError
-from orchestrate.files import lock
-from orchestrate.files.paths import JobPaths
-from orchestrate.job import store
+from orchestrate.record import lock, run_dir
+from orchestrate.record.paths import JobPaths
 
 
 @contextlib.contextmanager
@@ -28,7 +27,7 @@ def detaching(name: str) -> Iterator[None]:
 def rounds(args: argparse.Namespace, paths: JobPaths) -> Iterator[bool]:
     """Yield once, or with `--follow` at intervals until the job has ended: whether there is another round."""
     while True:
-        running = bool(args.follow and not store.ended(paths) and lock.holder(paths))
+        running = bool(args.follow and not run_dir.ended(paths) and lock.holder(paths))
         yield running
         if not running:
             return

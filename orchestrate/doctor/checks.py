@@ -26,16 +26,15 @@ from orchestrate.engines.swarm.manager import gpus as offered
 from orchestrate.engines.swarm.session import SwarmSession
 from orchestrate.engines.swarm.upload import send_archive
 from orchestrate.errors import EngineError, OrchestrateError
-from orchestrate.files import records
-from orchestrate.files.paths import JobPaths
-from orchestrate.job import users
-from orchestrate.job.gpus import look
-from orchestrate.job.plan import plan, pluralize
-from orchestrate.job.spec import IMAGE, JobSpec
-from orchestrate.job.store import new_id
+from orchestrate.host import records, users
+from orchestrate.host.gpus import look
 from orchestrate.node import protocol
 from orchestrate.node.files import PIECE, digest
 from orchestrate.node.ranks import MASTER_PORT
+from orchestrate.plan.plan import plan, pluralize
+from orchestrate.record.paths import JobPaths
+from orchestrate.record.run_dir import new_id
+from orchestrate.spec.spec import IMAGE, JobSpec
 
 MIN_ENGINE_VERSION = (20, 10)  # the first with capabilities of services
 MAX_CLOCK_SKEW = 1.0  # seconds between hosts, so that their logs can be compared
@@ -135,7 +134,7 @@ def check_overlay(engine: SwarmEngine, spec: JobSpec, hosts: set[str]) -> Iterat
         paths = JobPaths(Path(folder, new_id(probe)))
         run = paths.shared
         try:
-            paths.create(owner=users.nodes_of(probe))
+            paths.create(owner=users.nodes_of(probe.user))
             inventory, own = engine.inventory(probe, run, run_image=False)
             probe_plan = plan(probe, inventory, replace(own, code=str(run)), paths.root.name, MASTER_PORT)
             session = engine.open(probe, probe_plan, run, warn=print_message)

@@ -9,8 +9,8 @@ from importlib import metadata
 
 from orchestrate.engines import check_cache
 from orchestrate.errors import ResourceError
-from orchestrate.job.gpus import Gpu, look, why_none
-from orchestrate.job.limits import format_bytes
+from orchestrate.host.gpus import Gpu, look, why_none
+from orchestrate.spec.sizes import format_bytes
 
 GOOD, WARNING, BAD = "ok", "warning", "error"
 

@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Protocol
 
 from orchestrate.errors import UsageError
-from orchestrate.files.paths import NAME, NODES, JobPaths
-from orchestrate.job.outcomes import Activity, Reason, WorkerExit
-from orchestrate.job.plan import Inventory, Placement, Plan
-from orchestrate.job.spec import JobSpec
+from orchestrate.files.paths import NAME, NODES
+from orchestrate.plan.plan import Inventory, Placement, Plan
+from orchestrate.record.outcomes import Activity, WorkerExit
+from orchestrate.record.paths import JobPaths
+from orchestrate.spec.causes import Reason
+from orchestrate.spec.spec import JobSpec
 
 SWARMS = ("encrypt", "constraints", "volume")  # keys of a job file that only Swarm supports
 

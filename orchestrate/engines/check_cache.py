@@ -12,9 +12,9 @@ import sys
 from collections.abc import Iterable, Sequence
 
 from orchestrate.console import during
-from orchestrate.files import private, records
 from orchestrate.files.folder import content, write_whole
-from orchestrate.job.gpus import Gpu
+from orchestrate.host import private, records
+from orchestrate.host.gpus import Gpu
 
 FOLDER = "checks"
 AGAIN = "; after python -m orchestrate doctor, the next job tests that again"

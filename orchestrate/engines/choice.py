@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from orchestrate.console import print_message
 from orchestrate.engines.swarm import unsupported
 from orchestrate.errors import EngineLost, OrchestrateError, ResourceError
-from orchestrate.job.spec import JobSpec
+from orchestrate.spec.spec import JobSpec
 
 if TYPE_CHECKING:
     from orchestrate.engines.base import Engine

@@ -20,22 +20,23 @@ from orchestrate.clock import SYSTEM, Clock
 from orchestrate.console import during
 from orchestrate.engines import check_cache, sockets, venv
 from orchestrate.engines.base import SWARMS, JobState, Observed, Stop, ignoring, never
-from orchestrate.engines.clients import NodeClients, key_of
 from orchestrate.engines.connection import NodeConnection
+from orchestrate.engines.node_clients import NodeClients, key_of
 from orchestrate.errors import EngineError, ResourceError
-from orchestrate.files import private
 from orchestrate.files.paths import NODE, PROJECT, code_folder
-from orchestrate.job.container import UNBUFFERED
-from orchestrate.job.cores import cores
-from orchestrate.job.folders import data_folders
-from orchestrate.job.gpus import Offer, fields, look, offer, why_none
-from orchestrate.job.outcomes import LOST_EXIT_CODE, Activity, Reason, WorkerExit
-from orchestrate.job.plan import Inventory, Placement, Plan, WorkerPlan, may_use_torch
-from orchestrate.job.preload import preload
-from orchestrate.job.source import GIT
-from orchestrate.job.spec import JobSpec, unencodable
+from orchestrate.host import private
+from orchestrate.host.cores import cores
+from orchestrate.host.gpus import Offer, fields, look, offer, why_none
 from orchestrate.node import protocol
 from orchestrate.node.warm import SUPPORTED, processes
+from orchestrate.plan.container import UNBUFFERED
+from orchestrate.plan.plan import Inventory, Placement, Plan, WorkerPlan, may_use_torch
+from orchestrate.plan.preload import preload
+from orchestrate.record.outcomes import LOST_EXIT_CODE, Activity, WorkerExit
+from orchestrate.spec.causes import Reason
+from orchestrate.spec.folders import data_folders
+from orchestrate.spec.source import GIT
+from orchestrate.spec.spec import JobSpec, unencodable
 
 # Keys of a job file that only containers support.
 LIMITS = (

@@ -18,11 +18,11 @@ import sysconfig
 from pathlib import Path
 
 from orchestrate.console import print_message
-from orchestrate.engines.quiet import follow
+from orchestrate.engines.build_output import follow
 from orchestrate.errors import ResourceError
-from orchestrate.files import private
-from orchestrate.job import requirements
-from orchestrate.job.plan import pluralize
+from orchestrate.host import private
+from orchestrate.plan.plan import pluralize
+from orchestrate.spec import requirements
 
 CACHE = "environments"
 DONE = "orchestrate-complete"  # file of an environment whose packages are installed

@@ -17,11 +17,11 @@ from typing import Any
 import yaml
 
 from orchestrate.errors import UsageError
-from orchestrate.job.container import UNBUFFERED
-from orchestrate.job.limits import UNLIMITED
-from orchestrate.job.redact import secret_names
-from orchestrate.job.source import GIT
-from orchestrate.job.spec import IMAGE, JobSpec
+from orchestrate.plan.container import UNBUFFERED
+from orchestrate.spec.redact import secret_names
+from orchestrate.spec.sizes import UNLIMITED
+from orchestrate.spec.source import GIT
+from orchestrate.spec.spec import IMAGE, JobSpec
 
 UNQUOTED = re.compile(r"-{0,2}[A-Za-z/]|\d+[KMG]i$")  # the start of text that needs no quotes, or a size
 

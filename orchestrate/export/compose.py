@@ -9,14 +9,15 @@ from typing import Any
 
 import yaml
 
-from orchestrate.engines.docker.document import literal
+from orchestrate.engines.docker.compose_override import literal
 from orchestrate.engines.docker.mounts import CODE, check_script, masks
 from orchestrate.errors import UsageError
 from orchestrate.export import Shape, check_folders, document, quoted, shape
 from orchestrate.files.paths import JOB, PACKAGE, PROJECT, code_folder, is_text
-from orchestrate.job import container, owners, users
-from orchestrate.job.limits import limits
-from orchestrate.job.spec import JobSpec
+from orchestrate.host import owners, users
+from orchestrate.plan import container
+from orchestrate.plan.limits import limits
+from orchestrate.spec.spec import JobSpec
 
 VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
 DROPPED_KEYS = ("profiles", "build")
@@ -28,7 +29,7 @@ def compose(spec: JobSpec, name: str) -> str:
     code, run = (_mountable(folder) for folder in (code_folder(spec.command), _run(name)))
     hidden = masks(Path(code), Path(run).parent, CODE)
     check_script(hidden, spec.command)
-    user = users.nodes_of(spec)
+    user = users.nodes_of(spec.user)
     bounds = limits(spec.memory, 0, job.nodes)
     values = {
         "JOB_ID": name,

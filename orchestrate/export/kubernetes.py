@@ -10,9 +10,10 @@ from typing import Any
 from orchestrate.engines.swarm.service_spec import boot, program
 from orchestrate.errors import UsageError
 from orchestrate.export import Shape, carries_node, document, shape
-from orchestrate.job import container, users
-from orchestrate.job.spec import JobSpec
+from orchestrate.host import users
 from orchestrate.node.ranks import MASTER_PORT
+from orchestrate.plan import container
+from orchestrate.spec.spec import JobSpec
 
 VERSIONS = {  # the versions that the tests validate against
     "job": "Kubernetes 1.28 and later",
@@ -145,7 +146,7 @@ def _pod(spec: JobSpec, job: Shape, master: str) -> Object:
         }
         for taint in ("unreachable", "not-ready")
     ]
-    user, group = users.asked(spec) or container.USER  # the accounts of the cluster's machines are unknown
+    user, group = users.asked(spec.user) or container.USER  # the accounts of the cluster's machines are unknown
     return {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": container.stop_seconds(spec.grace),

@@ -11,10 +11,10 @@ from pathlib import Path
 from orchestrate.errors import UsageError
 from orchestrate.export import carries_node, check_folders, quoted, shape
 from orchestrate.files.paths import NODE, PACKAGE, code_folder, is_text
-from orchestrate.job import container
-from orchestrate.job.limits import parse_size
-from orchestrate.job.plan import pluralize
-from orchestrate.job.spec import JobSpec
+from orchestrate.plan import container
+from orchestrate.plan.plan import pluralize
+from orchestrate.spec.sizes import parse_size
+from orchestrate.spec.spec import JobSpec
 
 NOTICE_SECONDS = 30  # in addition to the grace period: SIGTERM before the allocation ends
 NO_RESTART = "2|64|78|126|127"  # exit codes that a restart cannot fix; see docs/restarts.md

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from orchestrate.job.metrics import SPECIAL, place
-from orchestrate.job.steps import Steps, is_small
+from orchestrate.record.metrics import SPECIAL, place
+from orchestrate.record.steps import Steps, is_small
 
 MAX_CURVES, MAX_NAMES = 12, 100  # that are drawn, and that are read
 MAX_VALUES = 200_000  # of a metric; then every second one is dropped

@@ -17,10 +17,10 @@ from orchestrate import __version__
 from orchestrate.console import shortened
 from orchestrate.errors import OrchestrateError
 from orchestrate.files.folder import write_whole
-from orchestrate.files.paths import JobPaths
-from orchestrate.job.metrics import FIRST, NOT_FINITE, place, shown
-from orchestrate.job.steps import SHORT
 from orchestrate.pages.run import Run, load
+from orchestrate.record.metrics import FIRST, NOT_FINITE, place, shown
+from orchestrate.record.paths import JobPaths
+from orchestrate.record.steps import SHORT
 
 log = logging.getLogger(__name__)
 

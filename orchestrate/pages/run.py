@@ -15,21 +15,22 @@ from typing import Any
 import yaml
 
 from orchestrate.errors import UsageError
-from orchestrate.files import records
 from orchestrate.files.lines import Lines, last
-from orchestrate.files.paths import LOGS, METRICS, JobPaths, log
-from orchestrate.job import store
-from orchestrate.job.events import Event
-from orchestrate.job.limits import format_bytes
-from orchestrate.job.metrics import MAX_METRICS, MAX_ROWS, measurements
-from orchestrate.job.plan import Plan, pluralize
-from orchestrate.job.redact import Mask, redacted
-from orchestrate.job.spec import FIELDS, JobSpec
+from orchestrate.files.paths import LOGS, METRICS, log
+from orchestrate.host import records
 from orchestrate.node import checks
 from orchestrate.pages.curves import Curve, Progress, progress
 from orchestrate.pages.spans import ENDING, OTHER, RESTARTING, STARTING, STOPPED, WORKING, Moment, Span, moments, spans
-from orchestrate.view.progress import MAX_LINE, Epochs, Reader
-from orchestrate.view.progress import Progress as Printed
+from orchestrate.plan.plan import Plan, pluralize
+from orchestrate.record import run_dir
+from orchestrate.record.events import Event
+from orchestrate.record.metrics import MAX_METRICS, MAX_ROWS, measurements
+from orchestrate.record.paths import JobPaths
+from orchestrate.show.progress import MAX_LINE, Epochs, Reader
+from orchestrate.show.progress import Progress as Printed
+from orchestrate.spec.redact import Mask, redacted
+from orchestrate.spec.sizes import format_bytes
+from orchestrate.spec.spec import FIELDS, JobSpec
 
 SHOWN = 0.05  # seconds lost that are listed: less is 0.0 s
 FEW = 10  # points in metrics.jsonl; of curves with fewer, the log may have more
@@ -151,8 +152,8 @@ def load(paths: JobPaths, report: dict[str, Any] | None = None) -> Run:
 
     Raises UsageError for others, or if its files are damaged.
     """
-    spec, plan = store.look(paths)
-    if not (data := report or store.ended(paths)):
+    spec, plan = run_dir.look(paths)
+    if not (data := report or run_dir.ended(paths)):
         raise UsageError(f"{paths.root.name} has not ended", f"python -m orchestrate attach {paths.root.name}")
     mask = spec.mask()
     found, curves, axis = curves_of(paths, spec, int(data["generations"]))
@@ -176,7 +177,7 @@ def load(paths: JobPaths, report: dict[str, Any] | None = None) -> Run:
 def _history(paths: JobPaths) -> list[Event]:
     """Return the events of a job, none for a copy whose events are damaged; raises UsageError for another."""
     try:
-        return store.history(paths)
+        return run_dir.history(paths)
     except UsageError:
         if records.find(paths.root):
             raise

@@ -11,12 +11,12 @@ from typing import Any
 from markupsafe import Markup
 
 from orchestrate import __version__
-from orchestrate.job.limits import format_bytes
-from orchestrate.job.metrics import listed, shown
 from orchestrate.pages import charts
 from orchestrate.pages.curves import Curve
 from orchestrate.pages.page import TEMPLATES, UNPRINTABLE, duration
-from orchestrate.view.state import SHOWN_METRICS, View, status, worst_first
+from orchestrate.record.metrics import listed, shown
+from orchestrate.show.state import SHOWN_METRICS, View, status, worst_first
+from orchestrate.spec.sizes import format_bytes
 
 MAX_RANKS = 64  # rows of the table of workers
 # Replaces the content by that of the same address, every two seconds while the page is visible, except under the

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from orchestrate.job import events, report
-from orchestrate.job.events import Event
-from orchestrate.job.outcomes import Outcome
-from orchestrate.job.plan import pluralize
+from orchestrate.plan.plan import pluralize
+from orchestrate.record import events, report
+from orchestrate.record.events import Event
+from orchestrate.record.outcomes import Outcome
 
 CHECKPOINT, TROUBLE, OTHER = "checkpoint", "trouble", "other"
 TROUBLES = (

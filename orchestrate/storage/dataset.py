@@ -16,9 +16,9 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 from orchestrate.errors import StorageError, StorageLost
-from orchestrate.files import private
 from orchestrate.files.folder import content, write_whole
-from orchestrate.job.folders import cached_data
+from orchestrate.host import private
+from orchestrate.spec.folders import cached_data
 from orchestrate.storage.base import MAX_LEVELS, Store, Version
 from orchestrate.storage.fetch import Progress, never, retry
 from orchestrate.storage.parallel import each

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import SplitResult, urlsplit
 
 from orchestrate.errors import ResourceError, StorageError, StorageLost, UsageError
-from orchestrate.job.redact import Mask
+from orchestrate.spec.redact import Mask
 from orchestrate.storage.base import PART, VARIABLES, Store, Version
 from orchestrate.storage.parallel import interruptible, started
 

@@ -6,8 +6,9 @@ import re
 import signal
 from collections.abc import Callable, Sequence
 
-from orchestrate.job.outcomes import TERMINATED_EXIT_CODE, Cause, ObservedExit, Reason, WorkerExit
-from orchestrate.job.plan import Plan
+from orchestrate.plan.plan import Plan
+from orchestrate.record.outcomes import TERMINATED_EXIT_CODE, Cause, ObservedExit, WorkerExit
+from orchestrate.spec.causes import Reason
 from orchestrate.supervise.symptoms import FEWER_LOADERS, IN_ERRORS, IN_LINES
 from orchestrate.supervise.tracebacks import before_dump, final_errors
 

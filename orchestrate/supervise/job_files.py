@@ -15,14 +15,15 @@ from typing import Any
 from orchestrate.console import shortened
 from orchestrate.files.folder import Folder, content, write_whole
 from orchestrate.files.lines import Lines, last
-from orchestrate.files.paths import CHECKPOINTS, LOGS, METRICS, WORK, JobPaths
+from orchestrate.files.paths import CHECKPOINTS, LOGS, METRICS, WORK
 from orchestrate.files.work import Facts, tidy
-from orchestrate.job import logs
-from orchestrate.job.metrics import MAX_LINE, MAX_METRICS, MAX_ROWS, fold, measurements
-from orchestrate.job.plan import Placement
-from orchestrate.job.report import Written
+from orchestrate.plan.plan import Placement
+from orchestrate.record import logs
+from orchestrate.record.metrics import MAX_LINE, MAX_METRICS, MAX_ROWS, fold, measurements
+from orchestrate.record.paths import JobPaths
+from orchestrate.record.report import Written
+from orchestrate.show.progress import Progress
 from orchestrate.supervise.printed import Printed
-from orchestrate.view.progress import Progress
 
 LAST_LINES, MAX_WIDTH = 12, 2000  # lines of a failed worker that are reported, and characters of each
 CONTEXT = 300  # lines of a failed worker in which its error is searched

@@ -17,26 +17,28 @@ from typing import Any
 from orchestrate import __version__, patience
 from orchestrate.engines.base import Engine
 from orchestrate.errors import OrchestrateError, UsageError
-from orchestrate.files import folder, lock, log_file, records
-from orchestrate.files.paths import JobPaths
-from orchestrate.job import command, report, store, strict_yaml, usage
-from orchestrate.job.events import OURS, Event, JobEnded, NodesDown, SupervisorStarted
-from orchestrate.job.logs import Follower
-from orchestrate.job.outcomes import JobResult, Outcome
-from orchestrate.job.plan import Plan
-from orchestrate.job.recorder import Recorder
-from orchestrate.job.redact import Mask
-from orchestrate.job.spec import JobSpec
-from orchestrate.job.times import TimesWriter
+from orchestrate.files import folder, log_file
+from orchestrate.host import records
 from orchestrate.node.command import of_python
-from orchestrate.supervise.board import Board
+from orchestrate.plan.plan import Plan
+from orchestrate.record import lock, report, run_dir, usage
+from orchestrate.record.events import OURS, Event, JobEnded, NodesDown, SupervisorStarted
+from orchestrate.record.logs import Follower
+from orchestrate.record.outcomes import JobResult, Outcome
+from orchestrate.record.paths import JobPaths
+from orchestrate.record.recorder import Recorder
+from orchestrate.record.times import TimesWriter
+from orchestrate.show.progress import Reader
+from orchestrate.show.screen import Shown
+from orchestrate.spec import command, strict_yaml
+from orchestrate.spec.redact import Mask
+from orchestrate.spec.spec import JobSpec
 from orchestrate.supervise.job_files import JobFiles
 from orchestrate.supervise.notify import Notifier
 from orchestrate.supervise.output import Output, Usage, listen
 from orchestrate.supervise.stores import Stores
 from orchestrate.supervise.supervisor import Supervisor
-from orchestrate.view.progress import Reader
-from orchestrate.view.screen import Shown
+from orchestrate.supervise.tensorboard import Board
 
 log = logging.getLogger(__name__)
 
@@ -140,7 +142,7 @@ def supervise(
     with contextlib.ExitStack() as stack:
         stack.callback(patience.calm)
         stack.enter_context(lock.held(paths))
-        spec, plan = store.load(paths)
+        spec, plan = run_dir.load(paths)
         hide = spec.mask()
         stack.enter_context(log_file.kept(paths.orchestrate_log, hide))
         log.info("orchestrate %s, Python %s, %s", __version__, platform.python_version(), platform.platform())
@@ -158,7 +160,7 @@ def supervise(
                 output.event(event)
 
             def save_plan(plan: Plan) -> None:
-                store.keep(paths, plan, spec)
+                run_dir.keep(paths, plan, spec)
                 output.printing.planned(plan)
                 output.in_turn(partial(shown.screen.planned, plan))
 
@@ -260,7 +262,7 @@ def _finish(files: JobFiles, data: dict[str, Any], stores: Stores, show: Callabl
     steps: list[Callable[[], object]] = [
         lambda: _write_page(paths, data),  # first: the job has ended for others once report.json is there
         lambda: records.write(paths.report, json.dumps(data, indent=2) + "\n"),
-        lambda: store.move_from_cluster(paths),
+        lambda: run_dir.move_from_cluster(paths),
         lambda: folder.harmless(paths.shared),
         lambda: usage.remove(paths),
         stores.publish,

@@ -6,7 +6,7 @@ import os
 import shlex
 from pathlib import Path
 
-from orchestrate.job.plan import Plan
+from orchestrate.plan.plan import Plan
 
 MAX_FOLDERS = 1000  # entries of the code folder that are looked at
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from orchestrate.engines.ports import port
 from orchestrate.errors import EngineError, EngineLost
-from orchestrate.job import events
-from orchestrate.job.plan import Plan, in_order, names, plan
+from orchestrate.plan.plan import Plan, in_order, names, plan
+from orchestrate.record import events
 from orchestrate.supervise.running import Running
 from orchestrate.supervise.work_copy import WorkCopy
 

@@ -17,8 +17,8 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from orchestrate.job import events
-from orchestrate.job.events import Event
+from orchestrate.record import events
+from orchestrate.record.events import Event
 
 log = logging.getLogger(__name__)
 

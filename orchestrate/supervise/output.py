@@ -13,17 +13,17 @@ from functools import partial
 
 from orchestrate import patience
 from orchestrate.console import phase, progress
-from orchestrate.files.paths import JobPaths
-from orchestrate.job import report, usage
-from orchestrate.job.events import Event, WorkersStarted
-from orchestrate.job.logs import Follower
-from orchestrate.job.outcomes import Activity
-from orchestrate.job.plan import Plan
-from orchestrate.job.times import TimesWriter
+from orchestrate.plan.plan import Plan
+from orchestrate.record import report, usage
+from orchestrate.record.events import Event, WorkersStarted
+from orchestrate.record.logs import Follower
+from orchestrate.record.outcomes import Activity
+from orchestrate.record.paths import JobPaths
+from orchestrate.record.times import TimesWriter
+from orchestrate.show.printer import Printer, Style
+from orchestrate.show.progress import Progress, Reader, parse
+from orchestrate.show.screen import Screen, Shown
 from orchestrate.supervise.running import Watch
-from orchestrate.view.printer import Printer, Style
-from orchestrate.view.progress import Progress, Reader, parse
-from orchestrate.view.screen import Screen, Shown
 
 log = logging.getLogger(__name__)
 

@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from orchestrate.job.outcomes import RULES, GenerationResult, Reason
-from orchestrate.job.spec import JobSpec
+from orchestrate.record.outcomes import GenerationResult
+from orchestrate.spec.causes import RULES, Reason
+from orchestrate.spec.spec import JobSpec
 
 Search = Callable[[str, str], object]  # search(pattern, text): whether a regular expression is found in a text
 

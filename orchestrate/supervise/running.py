@@ -11,11 +11,11 @@ from pathlib import Path
 from orchestrate.clock import Clock
 from orchestrate.engines.base import Engine, Session
 from orchestrate.errors import EngineError
-from orchestrate.job.events import DiskFull, Event, WarningIssued
-from orchestrate.job.outcomes import Activity
-from orchestrate.job.plan import Plan
-from orchestrate.job.recorder import Recorder
-from orchestrate.job.spec import JobSpec
+from orchestrate.plan.plan import Plan
+from orchestrate.record.events import DiskFull, Event, WarningIssued
+from orchestrate.record.outcomes import Activity
+from orchestrate.record.recorder import Recorder
+from orchestrate.spec.spec import JobSpec
 from orchestrate.supervise.job_files import JobFiles
 
 ENGINE_TIMEOUT = 300.0  # seconds that the engine may not respond, or the disk of the run directory may be full

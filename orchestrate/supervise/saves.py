@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from orchestrate.job.events import CheckpointSaved
+from orchestrate.record.events import CheckpointSaved
 from orchestrate.supervise.running import Running
 
 INTERVAL, MAX_LOAD = 1.0, 0.02  # seconds between two looks at the folder, at least; of a core

@@ -10,11 +10,12 @@ from pathlib import Path
 from orchestrate.clock import Stall
 from orchestrate.console import during, phase, shortened
 from orchestrate.errors import OrchestrateError, StorageConflict, StorageError
-from orchestrate.files.paths import CHECKPOINTS, JobPaths
-from orchestrate.job import events
-from orchestrate.job.recorder import Recorder
-from orchestrate.job.report import Copied
-from orchestrate.job.spec import JobSpec
+from orchestrate.files.paths import CHECKPOINTS
+from orchestrate.record import events
+from orchestrate.record.paths import JobPaths
+from orchestrate.record.recorder import Recorder
+from orchestrate.record.report import Copied
+from orchestrate.spec.spec import JobSpec
 from orchestrate.storage.content import Changed, Progress, Unreadable
 from orchestrate.storage.fetch import restore
 from orchestrate.storage.mirror import Mirror

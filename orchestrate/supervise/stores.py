@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 from orchestrate.console import during, phase, print_message
 from orchestrate.errors import StorageLost
-from orchestrate.job.folders import is_url
-from orchestrate.job.limits import format_bytes
-from orchestrate.job.plan import pluralize
-from orchestrate.job.report import Copied
-from orchestrate.job.spec import JobSpec
+from orchestrate.plan.plan import pluralize
+from orchestrate.record.report import Copied
+from orchestrate.spec.folders import is_url
+from orchestrate.spec.sizes import format_bytes
+from orchestrate.spec.spec import JobSpec
 
 
 def check(spec: JobSpec) -> None:

@@ -9,14 +9,14 @@ from pathlib import Path
 
 from orchestrate.engines.base import Engine
 from orchestrate.errors import EngineError, EngineLost, OrchestrateError
-from orchestrate.job import events
-from orchestrate.job.history import History
-from orchestrate.job.outcomes import GenerationResult, JobResult, Outcome
-from orchestrate.job.patterns import Patterns
-from orchestrate.job.plan import Plan
-from orchestrate.job.recorder import Recorder
-from orchestrate.job.spec import JobSpec
 from orchestrate.patience import Abandoned
+from orchestrate.plan.plan import Plan
+from orchestrate.record import events
+from orchestrate.record.history import History
+from orchestrate.record.outcomes import GenerationResult, JobResult, Outcome
+from orchestrate.record.recorder import Recorder
+from orchestrate.spec.patterns import Patterns
+from orchestrate.spec.spec import JobSpec
 from orchestrate.supervise.generation import Generation
 from orchestrate.supervise.job_files import JobFiles
 from orchestrate.supervise.nodes import Nodes

@@ -9,8 +9,8 @@ import re
 from collections.abc import Callable
 from typing import NamedTuple
 
-from orchestrate.job.outcomes import Reason
-from orchestrate.job.plan import Plan
+from orchestrate.plan.plan import Plan
+from orchestrate.spec.causes import Reason
 from orchestrate.supervise import missing, traits
 from orchestrate.supervise.tracebacks import RANK
 

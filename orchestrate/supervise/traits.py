@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from orchestrate.files import bounded
-from orchestrate.job import imports
-from orchestrate.job.plan import Plan
-from orchestrate.job.preload import MAX_CPU_SECONDS
+from orchestrate.files import sandbox
+from orchestrate.plan import imports
+from orchestrate.plan.plan import Plan
+from orchestrate.plan.preload import MAX_CPU_SECONDS
 
 GROUP = "call torch.distributed.init_process_group() and train a DistributedDataParallel model"
 
@@ -15,7 +15,7 @@ GROUP = "call torch.distributed.init_process_group() and train a DistributedData
 def of(plan: Plan) -> dict[str, str]:
     """Return the traits of a job's script, by the names in `imports.TRAITS`, each with FILE:LINE where it was found."""
     arguments = plan.command, str(plan.placement.start)
-    return bounded.call(imports.traits, *arguments, seconds=MAX_CPU_SECONDS) or {}
+    return sandbox.call(imports.traits, *arguments, seconds=MAX_CPU_SECONDS) or {}
 
 
 def own_world(plan: Plan) -> str:

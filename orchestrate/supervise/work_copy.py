@@ -9,7 +9,8 @@ from pathlib import Path
 
 from orchestrate.files.paths import WORK
 from orchestrate.files.work import Copy
-from orchestrate.job import events, users
+from orchestrate.host import users
+from orchestrate.record import events
 from orchestrate.supervise.running import Running
 
 NAMED = 3  # files and folders that a warning names
@@ -54,7 +55,7 @@ class WorkCopy:
     def _copy(self) -> Copy:
         placement = self.job.plan.placement
         hidden = {*self.job.engine.hidden(self.job.plan, self.job.run)}  # up to thousands, looked up for each file
-        owner = users.nodes_of(self.job.spec)
+        owner = users.nodes_of(self.job.spec.user)
         target = self.job.files.paths.folder
         copy = Copy(Path(placement.code), hidden, target, WORK, placement.original, owner, self._stopped)
         copy.run()

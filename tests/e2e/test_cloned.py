@@ -8,7 +8,7 @@ import pytest
 from support.leftovers import docker
 from support.victims import facts
 
-from orchestrate.files.paths import JobPaths
+from orchestrate.record.paths import JobPaths
 
 GIT = ("git", "-c", "user.name=me", "-c", "user.email=me@localhost", "-c", "init.defaultBranch=main")
 

@@ -5,7 +5,7 @@ import textwrap
 
 from support.object_stores import URL
 
-from orchestrate.job.folders import cached_data
+from orchestrate.spec.folders import cached_data
 from orchestrate.storage.store import open_store
 
 SCRIPT = textwrap.dedent("""

@@ -9,8 +9,8 @@ from support.exports import make_folder
 from support.leftovers import docker
 from support.waiting import eventually
 
-from orchestrate.job import users
-from orchestrate.job.spec import JobSpec
+from orchestrate.host import users
+from orchestrate.spec.spec import JobSpec
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_the_compose_file_must_train(cli, docker_engine, nothing_left):
         up = subprocess.run([*compose, "up", "--scale", "trainer=2"], capture_output=True, text=True, timeout=120)
         assert up.returncode == 0, up.stdout + up.stderr
         assert eventually(lambda: len(list(job.glob("logs/*.log"))) == 3)
-        owner = users.nodes_of(JobSpec()) or (os.getuid(), os.getgid())
+        owner = users.nodes_of(JobSpec().user) or (os.getuid(), os.getgid())
         assert {(path.stat().st_uid, path.stat().st_gid) for path in job.rglob("*")} == {owner}
     finally:
         subprocess.run([*compose, "down"], check=True, capture_output=True)

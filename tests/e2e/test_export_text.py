@@ -11,7 +11,7 @@ from support.odd_text import odd
 
 from orchestrate.export import document
 from orchestrate.export.compose import compose
-from orchestrate.job.layers import resolve
+from orchestrate.spec.layers import resolve
 
 TEXTS = odd(300)
 ENV = {f"ODD_{number}": text for number, text in enumerate(TEXTS)}

@@ -18,7 +18,7 @@ from support.printed import printed
 from support.repo import ROOT
 from support.waiting import eventually
 
-from orchestrate.job.spec import IMAGE
+from orchestrate.spec.spec import IMAGE
 
 
 def restarted(job: Background, rank: int, cause: str) -> None:

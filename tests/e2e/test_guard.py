@@ -18,7 +18,7 @@ from support.waiting import eventually
 
 from orchestrate.engines.docker import guard, labels
 from orchestrate.engines.docker.client import Daemon
-from orchestrate.job.spec import IMAGE
+from orchestrate.spec.spec import IMAGE
 
 pytestmark = pytest.mark.docker
 GUARDED = {"EHOSTUNREACH", "ENETUNREACH"}

@@ -11,9 +11,9 @@ from support.faults import ALONE, Background
 from support.leftovers import docker
 from support.waiting import eventually
 
-from orchestrate.files.paths import JobPaths
-from orchestrate.job import users
-from orchestrate.job.spec import IMAGE
+from orchestrate.host import users
+from orchestrate.record.paths import JobPaths
+from orchestrate.spec.spec import IMAGE
 
 pytestmark = pytest.mark.docker
 CANARY = "a-secret-of-another-job"

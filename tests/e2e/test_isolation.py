@@ -20,8 +20,8 @@ from support.waiting import eventually
 
 from orchestrate.engines.docker.client import Daemon
 from orchestrate.engines.docker.image import _offer
-from orchestrate.job import users
-from orchestrate.job.spec import IMAGE, JobSpec
+from orchestrate.host import users
+from orchestrate.spec.spec import IMAGE, JobSpec
 
 SAME = f"same-{os.getpid():x}"  # unique prefix of names; other test runs may have jobs on this machine
 KEYS = ("project", "service", "container-number")  # of Compose's labels

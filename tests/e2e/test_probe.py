@@ -9,7 +9,7 @@ from support.leftovers import docker, leftovers
 from orchestrate.engines.docker import probe
 from orchestrate.engines.docker.client import Daemon
 from orchestrate.errors import ResourceError
-from orchestrate.job.spec import IMAGE
+from orchestrate.spec.spec import IMAGE
 
 CHANGES = {  # changes to the project's image
     "elsewhere": "ENV PATH=/nowhere",

@@ -11,8 +11,8 @@ import pytest
 from support.faults import Background
 from support.waiting import eventually
 
-from orchestrate.files import lock
-from orchestrate.files.paths import JobPaths
+from orchestrate.record import lock
+from orchestrate.record.paths import JobPaths
 
 FAILS = textwrap.dedent("""
     import os, pathlib, sys

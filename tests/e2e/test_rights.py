@@ -21,8 +21,8 @@ from support.faults import Background
 from support.leftovers import docker, leftovers
 from support.waiting import eventually
 
-from orchestrate.job import users
-from orchestrate.job.spec import IMAGE, JobSpec
+from orchestrate.host import users
+from orchestrate.spec.spec import IMAGE, JobSpec
 
 pytestmark = pytest.mark.docker
 CANARY = "a-value-that-only-the-worker-may-see"
@@ -193,7 +193,7 @@ def looked_at(docker_engine, tmp_path_factory):
 
 
 Check = Callable[[Node], tuple[Any, Any]]  # the found and the expected value
-OWNER = users.nodes_of(JobSpec()) or (os.geteuid(), os.getegid())
+OWNER = users.nodes_of(JobSpec().user) or (os.geteuid(), os.getegid())
 IN_MEMORY = ("/dev/mqueue", "/dev/shm", "/run/secrets", "/tmp")  # the engine creates the first, of 800 kB
 WRITABLE = tuple(sorted((*IN_MEMORY, "/job", "/run/orchestrate")))
 SENSITIVE = ("/boot", "/dev", "/etc", "/lib", "/proc", "/sys", "/usr")

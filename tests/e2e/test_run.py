@@ -10,7 +10,7 @@ from support.leftovers import docker
 from support.printed import printed
 from support.waiting import eventually
 
-from orchestrate.job import users
+from orchestrate.host import users
 
 RUN = ("run", "--gpus", "none", "--max-restarts", "0")
 

@@ -16,9 +16,9 @@ from support.optional import not_none
 from support.processes import proc
 
 from orchestrate.cli.parser import EXPORTS
-from orchestrate.files import lock
-from orchestrate.files.paths import JobPaths
-from orchestrate.job.spec import JobSpec
+from orchestrate.record import lock
+from orchestrate.record.paths import JobPaths
+from orchestrate.spec.spec import JobSpec
 
 # --- on real engines
 

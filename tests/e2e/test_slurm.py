@@ -15,7 +15,7 @@ from support.optional import not_none
 from support.repo import ROOT
 from support.waiting import eventually
 
-from orchestrate.job.layers import resolve
+from orchestrate.spec.layers import resolve
 
 pytestmark = [pytest.mark.docker, pytest.mark.slow]
 IMAGE, HERE = "orchestrate-slurm:test", ROOT / "tests" / "slurm"

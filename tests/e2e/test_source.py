@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from orchestrate.errors import ResourceError, UsageError
-from orchestrate.job import source, worktree
-from orchestrate.job.layers import resolve
+from orchestrate.spec import source, worktree
+from orchestrate.spec.layers import resolve
 
 OPTIONS = ("--trainers", "1", "--gpus", "none")
 

@@ -17,8 +17,8 @@ from support.printed import printed
 from support.processes import processes
 from support.waiting import eventually
 
-from orchestrate.files import lock
-from orchestrate.files.paths import JobPaths
+from orchestrate.record import lock
+from orchestrate.record.paths import JobPaths
 
 
 def attach(cli, timeout: float = 120) -> subprocess.CompletedProcess[str]:

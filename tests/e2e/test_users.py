@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from orchestrate.job import users
+from orchestrate.host import users
 
 NODE = users.without_account()
 

@@ -14,7 +14,7 @@ from support.leftovers import docker
 from support.processes import gone
 from support.waiting import eventually
 
-from orchestrate.files import private
+from orchestrate.host import private
 
 
 class Cluster:

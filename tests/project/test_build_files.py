@@ -12,8 +12,9 @@ from support.repo import ROOT
 
 from orchestrate.engines.docker.labels import only
 from orchestrate.export.compose import VARIABLE
-from orchestrate.job.limits import limits, parse_size
-from orchestrate.job.spec import JobSpec
+from orchestrate.plan.limits import limits
+from orchestrate.spec.sizes import parse_size
+from orchestrate.spec.spec import JobSpec
 
 # --- make
 

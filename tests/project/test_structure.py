@@ -11,9 +11,9 @@ from support.optional import not_none
 from support.repo import ROOT
 
 from orchestrate import __version__
-from orchestrate.job.outcomes import CAUSES, RULES
-from orchestrate.job.spec import IMAGE
 from orchestrate.node.ranks import CONTRACT
+from orchestrate.spec.causes import CAUSES, RULES
+from orchestrate.spec.spec import IMAGE
 
 FILES = sorted([*ROOT.glob("orchestrate/**/*.py"), *ROOT.glob("app/**/*.py")])
 
@@ -31,7 +31,7 @@ def imports(path) -> set[str]:
     return {module for module, _ in imported(path)}
 
 
-DRAWING = [f"orchestrate/view/{name}.py" for name in ("live", "render", "top")]  # may import rich
+DRAWING = [f"orchestrate/show/{name}.py" for name in ("live", "render", "top")]  # may import rich
 
 
 def forbidden(path) -> set[str]:
@@ -89,8 +89,11 @@ LAYERS = (
     "node",
     "",
     "files",
-    "job",
-    "view",
+    "host",
+    "spec",
+    "plan",
+    "record",
+    "show",
     "pages",
     "storage",
     "engines",

@@ -4,7 +4,7 @@ import re
 
 from support.repo import ROOT
 
-from orchestrate.job.outcomes import RULES
+from orchestrate.spec.causes import RULES
 from orchestrate.supervise.symptoms import IN_ERRORS, IN_LINES, Symptom
 
 ACTIONS = {rule["cause"]: rule["action"] for rule in RULES}

@@ -21,11 +21,10 @@ from orchestrate.engines.docker import client as daemon_module
 from orchestrate.engines.docker.client import Daemon
 from orchestrate.engines.docker.engine import DockerEngine
 from orchestrate.engines.docker.session import DockerSession
-from orchestrate.files import records
-from orchestrate.files.paths import JobPaths
-from orchestrate.job import users
-from orchestrate.job.plan import Plan
-from orchestrate.job.spec import JobSpec
+from orchestrate.host import records, users
+from orchestrate.plan.plan import Plan
+from orchestrate.record.paths import JobPaths
+from orchestrate.spec.spec import JobSpec
 from support.ends import KEY, End
 from support.plans import HERE, plan
 
@@ -253,7 +252,7 @@ class Job:
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.answers, self.folder, self.paths = Answers(folder), folder, JobPaths(folder / "runs" / "j")
-        self.paths.create(owner=users.nodes_of(SPEC))
+        self.paths.create(owner=users.nodes_of(SPEC.user))
         records.make(self.paths.root, KEY)
         self.run = self.paths.shared
         self.made: list[DockerEngine] = []

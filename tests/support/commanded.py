@@ -14,23 +14,23 @@ from orchestrate.cli.main import main
 from orchestrate.clock import SYSTEM, Clock
 from orchestrate.engines import choice
 from orchestrate.engines.base import JobState
-from orchestrate.files import records
-from orchestrate.files.paths import JobPaths
-from orchestrate.job import store
-from orchestrate.job.events import Event
-from orchestrate.job.logs import Follower
-from orchestrate.job.outcomes import WorkerExit
-from orchestrate.job.recorder import Recorder
-from orchestrate.job.spec import JobSpec
+from orchestrate.host import records
+from orchestrate.record import run_dir
+from orchestrate.record.events import Event
+from orchestrate.record.logs import Follower
+from orchestrate.record.outcomes import WorkerExit
+from orchestrate.record.paths import JobPaths
+from orchestrate.record.recorder import Recorder
+from orchestrate.show.screen import Shown
+from orchestrate.spec.spec import JobSpec
 from orchestrate.supervise import launch
-from orchestrate.view.screen import Shown
 from support.optional import not_none
 from support.plans import HERE, Site, plan
 from support.recording import RecordingEngine
 from support.repo import ROOT
 
 HOLDS = (
-    "import pathlib, sys\nfrom orchestrate.files import lock\nfrom orchestrate.files.paths import JobPaths\n"
+    "import pathlib, sys\nfrom orchestrate.record import lock\nfrom orchestrate.record.paths import JobPaths\n"
     "with lock.held(JobPaths(pathlib.Path(sys.argv[1]))):\n    print('held', flush=True)\n    sys.stdin.read()\n"
 )
 
@@ -78,7 +78,7 @@ class Commands:
 def create(paths: JobPaths, spec: JobSpec | None = None, cluster: str = "") -> JobPaths:
     """Create the files of a job that is about to start, on a cluster if one is named."""
     spec = spec or JobSpec(trainers=2, grace=0.01, command=("-m", "app.train"))
-    store.create(spec, plan(spec, HERE.but(cluster=cluster), paths.root.name, 29500), paths)
+    run_dir.create(spec, plan(spec, HERE.but(cluster=cluster), paths.root.name, 29500), paths)
     return paths
 
 

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from orchestrate import clock as clocks
-from orchestrate.files.paths import JobPaths
-from orchestrate.job.recorder import Recorder
-from orchestrate.job.report import Copied
-from orchestrate.job.spec import JobSpec
+from orchestrate.record.paths import JobPaths
+from orchestrate.record.recorder import Recorder
+from orchestrate.record.report import Copied
+from orchestrate.spec.spec import JobSpec
 from orchestrate.storage.store import open_store
 from orchestrate.supervise.stored import Stored
 from support.object_stores import Saved

@@ -6,7 +6,7 @@ from typing import Any
 import yaml
 
 from orchestrate.export.kubernetes import kubernetes
-from orchestrate.job.layers import resolve
+from orchestrate.spec.layers import resolve
 
 
 def make_folder(text: str) -> None:

@@ -3,11 +3,11 @@
 import socket
 
 from orchestrate.clock import SYSTEM
-from orchestrate.engines.clients import NodeClients
 from orchestrate.engines.connection import NodeConnection
-from orchestrate.job.plan import Plan, WorkerPlan
-from orchestrate.job.spec import JobSpec
+from orchestrate.engines.node_clients import NodeClients
 from orchestrate.node import protocol
+from orchestrate.plan.plan import Plan, WorkerPlan
+from orchestrate.spec.spec import JobSpec
 from support.ends import KEY, End, greeted
 from support.messages import encoded
 

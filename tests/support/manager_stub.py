@@ -15,7 +15,7 @@ import pytest
 from orchestrate import clock as clocks
 from orchestrate.engines.swarm.manager import Manager
 from orchestrate.engines.swarm.objects import SwarmJob
-from orchestrate.job.spec import JobSpec
+from orchestrate.spec.spec import JobSpec
 from support.ends import KEY
 from support.plans import HERE, plan
 from support.scripted import Clock

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from orchestrate.engines import check_cache
-from orchestrate.job.gpus import Gpu, look, offer, read, why_none
-from orchestrate.job.spec import IMAGE
+from orchestrate.host.gpus import Gpu, look, offer, read, why_none
+from orchestrate.spec.spec import IMAGE
 from support.cli import Cli
 from support.faults import Background, node_pid
 from support.leftovers import DOCKER_REQUIRED

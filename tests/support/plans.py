@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, NamedTuple
 
-from orchestrate.job.plan import Inventory, Placement, Plan
-from orchestrate.job.plan import plan as plan_
-from orchestrate.job.spec import JobSpec
+from orchestrate.plan.plan import Inventory, Placement, Plan
+from orchestrate.plan.plan import plan as plan_
+from orchestrate.spec.spec import JobSpec
 
 
 class Site(NamedTuple):

@@ -7,9 +7,10 @@ from pathlib import Path
 
 from orchestrate.engines.base import Engine, JobState, Observed, Session, Stop, never
 from orchestrate.errors import EngineError
-from orchestrate.job.outcomes import Activity, Reason, WorkerExit
-from orchestrate.job.plan import Inventory, Placement, Plan, names
-from orchestrate.job.spec import JobSpec
+from orchestrate.plan.plan import Inventory, Placement, Plan, names
+from orchestrate.record.outcomes import Activity, WorkerExit
+from orchestrate.spec.causes import Reason
+from orchestrate.spec.spec import JobSpec
 
 
 class RecordingEngine:

@@ -2,13 +2,13 @@
 
 from concurrent.futures import Future
 
-from orchestrate.files.paths import JobPaths
-from orchestrate.job.events import to_line
-from orchestrate.job.outcomes import JobResult, WorkerExit
-from orchestrate.job.plan import Plan
-from orchestrate.job.recorder import Recorder
-from orchestrate.job.redact import Mask
-from orchestrate.job.spec import JobSpec
+from orchestrate.plan.plan import Plan
+from orchestrate.record.events import to_line
+from orchestrate.record.outcomes import JobResult, WorkerExit
+from orchestrate.record.paths import JobPaths
+from orchestrate.record.recorder import Recorder
+from orchestrate.spec.redact import Mask
+from orchestrate.spec.spec import JobSpec
 from orchestrate.supervise.job_files import JobFiles
 from orchestrate.supervise.supervisor import Supervisor
 from support.plans import HERE, plan

@@ -10,9 +10,9 @@ from typing import cast
 
 from orchestrate.engines.swarm.engine import SwarmEngine
 from orchestrate.engines.swarm.session import SwarmSession
-from orchestrate.files import records
-from orchestrate.job.plan import Plan
-from orchestrate.job.spec import JobSpec
+from orchestrate.host import records
+from orchestrate.plan.plan import Plan
+from orchestrate.spec.spec import JobSpec
 from support import ends
 from support.manager_stub import StubManager
 from support.plans import HERE, plan

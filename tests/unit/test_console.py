@@ -20,7 +20,7 @@ from orchestrate import console
 from orchestrate.cli.main import main
 from orchestrate.doctor import checks
 from orchestrate.errors import EngineError
-from orchestrate.files.paths import JobPaths
+from orchestrate.record.paths import JobPaths
 
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 HOSTILE = "a\x1b[2J\x1b]0;title\x07\x9b31m\x1bc\x7f\rb"

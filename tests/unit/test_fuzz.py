@@ -16,18 +16,19 @@ from support.scripted import ALL_WELL
 from orchestrate.cli.options import FLAGS as OPTIONS
 from orchestrate.engines.connection import NodeConnection
 from orchestrate.errors import OrchestrateError, UsageError
-from orchestrate.files import records
 from orchestrate.files.lines import Lines
-from orchestrate.files.paths import JobPaths
-from orchestrate.job import events, layers, report, spec, store
-from orchestrate.job.events import to_line
-from orchestrate.job.logs import clean, last_lines
-from orchestrate.job.outcomes import Outcome
-from orchestrate.job.plan import read_plan
-from orchestrate.job.recorder import _mac
+from orchestrate.host import records
 from orchestrate.node import protocol
+from orchestrate.plan.plan import read_plan
+from orchestrate.record import events, report, run_dir
+from orchestrate.record.events import to_line
+from orchestrate.record.logs import clean, last_lines
+from orchestrate.record.outcomes import Outcome
+from orchestrate.record.paths import JobPaths
+from orchestrate.record.recorder import _mac
+from orchestrate.show.screen import Shown
+from orchestrate.spec import layers, spec
 from orchestrate.supervise import launch
-from orchestrate.view.screen import Shown
 
 slow = fuzzing.slow()
 values = st.recursive(
@@ -166,7 +167,7 @@ def test_a_report_must_be_created_from_any_metrics(tmp_path_factory, metrics):
     paths = create(JobPaths(tmp_path_factory.mktemp("runs") / "a-1"))
     paths.metrics.write_text("".join(json.dumps(value) + "\n" for value in metrics))
     data = launch.supervise(paths, Whole([ALL_WELL]), lambda: 0, Shown(lambda _: None))
-    assert data["outcome"] == "succeeded" and store.ended(paths) is not None
+    assert data["outcome"] == "succeeded" and run_dir.ended(paths) is not None
     assert isinstance(report.text(data), str)
 
 
@@ -206,7 +207,7 @@ def test_damaged_events_must_be_reported_with_their_file_and_the_job_must_stay_r
         assert str(paths.events) in str(error)
     except OrchestrateError:
         pass
-    store.remove(paths)
+    run_dir.remove(paths)
 
 
 @slow

@@ -5,15 +5,14 @@ from __future__ import annotations
 import argparse
 import signal
 
-from orchestrate.cli import find, options, result, signals, waiting, watch
+from orchestrate.cli import display, find, options, result, signals, waiting
 from orchestrate.cli.follow import Following
 from orchestrate.cli.parser import Parser
 from orchestrate.console import print_message, progress
-from orchestrate.files import lock
-from orchestrate.files.paths import JobPaths
-from orchestrate.job import store
-from orchestrate.job.logs import Follower
-from orchestrate.job.spec import JobSpec
+from orchestrate.record import lock, run_dir
+from orchestrate.record.logs import Follower
+from orchestrate.record.paths import JobPaths
+from orchestrate.spec.spec import JobSpec
 from orchestrate.supervise import launch, stores
 
 INTERVAL = 0.1  # seconds between two reads of the logs
@@ -30,23 +29,23 @@ def add_arguments(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Follow a job until it ends, supervise it if it has no supervisor, and print the report."""
     paths = find.paths_of(args)
-    spec, plan = store.load(paths)
+    spec, plan = run_dir.load(paths)
     follower = launch.rest(paths, spec, plan)
-    watch.style_of(args, plan)  # its options may be wrong
-    while not (data := store.ended(paths)):
+    display.style_of(args, plan)  # its options may be wrong
+    while not (data := run_dir.ended(paths)):
         if supervisor := lock.holder(paths):
             if not options.quiet(args):
                 print_message(f"following {paths.root.name}, supervised by {supervisor} (Ctrl-C detaches)")
             _follow(args, paths, spec, follower)
             continue
-        if store.ended(paths):
+        if run_dir.ended(paths):
             continue
         stores.check(spec)  # before this process is responsible for the job
         if not options.quiet(args):
             print_message(f"supervising {paths.root.name}")
         engine, stops = find.engine_of(spec, plan), signals.count(spec)
         try:
-            with watch.shown(args, plan, paths) as shown:
+            with display.shown(args, plan, paths) as shown:
                 data = launch.supervise(paths, engine, stops, shown, follower)
             break
         except BlockingIOError:  # another process took the lock first
@@ -59,8 +58,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _follow(args: argparse.Namespace, paths: JobPaths, spec: JobSpec, follower: Follower) -> None:
     """Show a job until it ends or has no supervisor anymore."""
-    plan, running = store.load(paths)[1], True
-    with watch.shown(args, plan, paths, KEYS) as shown, waiting.detaching(paths.root.name):
+    plan, running = run_dir.load(paths)[1], True
+    with display.shown(args, plan, paths, KEYS) as shown, waiting.detaching(paths.root.name):
         following = Following(paths, spec, follower, shown.screen, shown.style)
         while running:
             running = following.running

@@ -12,7 +12,7 @@ from orchestrate.cli.parser import Parser
 from orchestrate.console import out
 from orchestrate.engines import check_cache
 from orchestrate.engines.choice import sdk
-from orchestrate.job.spec import JobSpec
+from orchestrate.spec.spec import JobSpec
 
 if TYPE_CHECKING:
     from orchestrate.doctor.findings import Finding

@@ -12,9 +12,9 @@ from orchestrate import errors
 from orchestrate.cli import find, options, waiting
 from orchestrate.cli.parser import Parser
 from orchestrate.console import out, print_message, shortened
-from orchestrate.files import records
-from orchestrate.job import events, report, store
-from orchestrate.job.events import Event
+from orchestrate.host import records
+from orchestrate.record import events, report, run_dir
+from orchestrate.record.events import Event
 
 MAX_VALUE = 100  # characters of a value
 LEFT_OUT = ("time", "seconds", "version", "states", "use", "known", "exchanged", "hosts")
@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
         print_message(f"warning: {args.shown / paths.root.name} is a copy, whose events may have been changed")
     with waiting.detaching(paths.root.name):
         for _ in waiting.rounds(args, paths):
-            found = store.history(paths)
+            found = run_dir.history(paths)
             for event in found[shown:]:
                 out(_line(event))
             shown = len(found)

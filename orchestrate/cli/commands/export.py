@@ -9,8 +9,8 @@ from orchestrate.cli import options, request
 from orchestrate.cli.parser import EXPORTS, Parser
 from orchestrate.engines import choice
 from orchestrate.errors import UsageError
-from orchestrate.job import store
-from orchestrate.job.strict_yaml import shown as quoted
+from orchestrate.record import run_dir
+from orchestrate.spec.strict_yaml import shown as quoted
 
 
 def add_arguments(parser: Parser) -> None:
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
         hint = f"choose from {', '.join(forms)}" if forms[0] else "compose has no forms: remove --form"
         raise UsageError(f"unknown form {quoted(form)}", hint)
     spec = request.spec_of(args)
-    name = store.slug(spec)
+    name = run_dir.slug(spec)
     write = {"kubernetes": kubernetes, "slurm": slurm}
     text = write[args.target](spec, name, form) if args.target in write else compose(spec, name)
     console.copy(text)

@@ -13,15 +13,15 @@ from functools import partial
 from typing import NamedTuple
 
 from orchestrate import console, errors
-from orchestrate.cli import find, options, waiting, watch
+from orchestrate.cli import display, find, options, waiting
 from orchestrate.cli.parser import Parser
 from orchestrate.console import print_message
 from orchestrate.errors import UsageError
-from orchestrate.files.paths import JobPaths
-from orchestrate.job import store
-from orchestrate.job.logs import Follower, Line
-from orchestrate.job.times import Times
-from orchestrate.view.printer import Printer, Style
+from orchestrate.record import run_dir
+from orchestrate.record.logs import Follower, Line
+from orchestrate.record.paths import JobPaths
+from orchestrate.record.times import Times
+from orchestrate.show.printer import Printer, Style
 
 MAX_TAIL, LINE_SIZE = 64 << 20, 200  # bytes of all ranks that `--tail` keeps, of which each line takes some
 SEARCH_SECONDS = 1.0  # for one line, which a job can make to take hours
@@ -56,10 +56,10 @@ def add_arguments(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the output of workers: all of it, or what the options select; with `--follow`, until the job ends."""
     paths = find.paths_of(args)
-    spec, plan = store.look(paths)
+    spec, plan = run_dir.look(paths)
     if args.rank is not None:
         args.ranks = str(args.rank)
-    wanted = watch.ranks(args.ranks, len(plan.workers)) if args.ranks else range(len(plan.workers))
+    wanted = display.ranks(args.ranks, len(plan.workers)) if args.ranks else range(len(plan.workers))
     style = Style(timestamps=args.timestamps, colors=console.colors(sys.stdout), prefixes=args.rank is None)
     printer, show = Printer(plan, style), partial(console.out, colored=True)
     followers = [Follower(paths, [rank], hide=spec.mask(), colors=style.colors) for rank in sorted(wanted)]
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
             tail, times = None, Times()  # later lines are new
             if running:
                 console.progress(printer.bar({r: bar for f in followers for r, bar in f.bars().items()}), show)
-    if args.follow and not store.ended(paths):
+    if args.follow and not run_dir.ended(paths):
         waiting.unsupervised(paths)
     elif all(follower.silent for follower in followers):
         print_message(f"no output of {f'rank {args.ranks}' if args.ranks else 'any rank'}")

@@ -18,12 +18,12 @@ from orchestrate.cli.listing import ended_at
 from orchestrate.cli.parser import Parser
 from orchestrate.console import out, print_message
 from orchestrate.files import folder as folders
-from orchestrate.files import private, records
-from orchestrate.files.paths import JobPaths
-from orchestrate.job import store
-from orchestrate.job.folders import data_folders
-from orchestrate.job.limits import format_bytes
-from orchestrate.job.plan import pluralize
+from orchestrate.host import private, records
+from orchestrate.plan.plan import pluralize
+from orchestrate.record import run_dir
+from orchestrate.record.paths import JobPaths
+from orchestrate.spec.folders import data_folders
+from orchestrate.spec.sizes import format_bytes
 
 MAX_NAMES = 32 << 20  # bytes that paths of folders take in memory
 CACHES = ("data", "environments", "sources")
@@ -64,9 +64,9 @@ def _jobs(args: argparse.Namespace) -> Iterator[tuple[Path, Callable[[], None]]]
     before = time.time() - args.older_than
     for folder in job_folders(args.runs):
         paths = JobPaths(folder)
-        data = store.ended(paths) if records.find(folder) else None
+        data = run_dir.ended(paths) if records.find(folder) else None
         if data and not data["left_behind"] and ended_at(paths) <= before:
-            yield folder, partial(store.remove, paths)
+            yield folder, partial(run_dir.remove, paths)
 
 
 def _caches() -> Iterator[tuple[Path, Callable[[], None]]]:
@@ -92,8 +92,8 @@ def _used() -> dict[Path, str]:
     for run in records.runs():
         paths = JobPaths(run)
         with contextlib.suppress(errors.OrchestrateError):  # its files are damaged
-            if not store.ended(paths):
-                spec, plan = store.load(paths)
+            if not run_dir.ended(paths):
+                spec, plan = run_dir.load(paths)
                 used = [*data_folders(spec).values(), plan.placement.code, plan.placement.python]
                 found |= {Path(path): run.name for path in used}
     return found

@@ -11,7 +11,7 @@ from orchestrate.cli import listing, options
 from orchestrate.cli.listing import Listed
 from orchestrate.cli.parser import Parser
 from orchestrate.console import out
-from orchestrate.job.metrics import listed, strict
+from orchestrate.record.metrics import listed, strict
 
 HEAD = ("NAME", "ENGINE", "NODES", "STATE")
 MAX_METRICS = 3  # shown for a job

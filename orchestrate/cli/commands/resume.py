@@ -8,20 +8,22 @@ import secrets
 from pathlib import Path
 from typing import NoReturn
 
-from orchestrate.cli import find, options, result, signals, watch
+from orchestrate.cli import display, find, options, result, signals
 from orchestrate.cli.parser import Parser
 from orchestrate.console import print_message
 from orchestrate.engines.ports import port
 from orchestrate.errors import UsageError
-from orchestrate.files import lock, records
-from orchestrate.files.paths import JobPaths, code_folder
-from orchestrate.job import source, store, users, worktree
-from orchestrate.job.events import JobResumed
-from orchestrate.job.history import History
-from orchestrate.job.outcomes import Outcome
-from orchestrate.job.plan import Plan, plan
-from orchestrate.job.spec import JobSpec
-from orchestrate.job.strict_yaml import shown
+from orchestrate.files.paths import code_folder
+from orchestrate.host import records, users
+from orchestrate.plan.plan import Plan, plan
+from orchestrate.record import lock, run_dir
+from orchestrate.record.events import JobResumed
+from orchestrate.record.history import History
+from orchestrate.record.outcomes import Outcome
+from orchestrate.record.paths import JobPaths
+from orchestrate.spec import source, worktree
+from orchestrate.spec.spec import JobSpec
+from orchestrate.spec.strict_yaml import shown
 from orchestrate.supervise import launch, stores
 
 
@@ -48,14 +50,14 @@ def run(args: argparse.Namespace) -> int:
     """
     paths = find.paths_of(args)
     _check(paths)
-    spec, last = store.load(paths)
+    spec, last = run_dir.load(paths)
     try:
         source.go_to(Path(last.placement.code))
     except OSError as error:
         hint = "restore the folder (a link is not followed), or start a new job"
         raise UsageError(f"cannot enter the job's code folder {last.placement.code}: {error.strerror}", hint) from None
     _check_user(spec, last, paths)
-    watch.style_of(args, last)  # its options may be wrong
+    display.style_of(args, last)  # its options may be wrong
     launch.check_script(spec)
     stores.prepare(spec)
     engine, name = find.engine_of(spec, last), paths.root.name
@@ -70,8 +72,8 @@ def run(args: argparse.Namespace) -> int:
             number = ended[-1].generation + 1 if ended else 0
             wanted = plan(spec, inventory, placement, name, port(placement.network, number), number)
             records.reopen(paths.root, secrets.token_bytes(32))
-            store.keep(paths, wanted, spec)
-            store.keep_changes(spec, wanted, paths)
+            run_dir.keep(paths, wanted, spec)
+            run_dir.keep_changes(spec, wanted, paths)
             record(JobResumed())
             record.close()
             paths.page.unlink(missing_ok=True)
@@ -83,14 +85,14 @@ def run(args: argparse.Namespace) -> int:
         print_message(str(wanted))
     follower = launch.rest(paths, spec, wanted, last=0)
     stops = signals.count(spec)
-    with watch.shown(args, wanted, paths) as screen:
+    with display.shown(args, wanted, paths) as screen:
         data = launch.supervise(paths, engine, stops, screen, follower)
     return result.show(args, name, data)
 
 
 def _check_user(spec: JobSpec, last: Plan, paths: JobPaths) -> None:
     """Raise UsageError if nodes would run as another user than before, who cannot write to the job folder."""
-    user, owner = users.nodes_of(spec), paths.shared.stat().st_uid
+    user, owner = users.nodes_of(spec.user), paths.shared.stat().st_uid
     if last.engine != "process" and user and user[0] != owner:
         raise UsageError(
             f"the files of {paths.root.name} belong to user {owner}, but its nodes would run as user {user[0]}",
@@ -100,7 +102,7 @@ def _check_user(spec: JobSpec, last: Plan, paths: JobPaths) -> None:
 
 def _check(paths: JobPaths) -> None:
     """Raise UsageError for a job that cannot be resumed."""
-    name, data = paths.root.name, store.ended(paths)
+    name, data = paths.root.name, run_dir.ended(paths)
     records.need(paths.root)
     if not data:
         state = f"is supervised by {supervisor}" if (supervisor := lock.holder(paths)) else "has no supervisor"

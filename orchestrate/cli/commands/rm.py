@@ -10,8 +10,8 @@ from orchestrate.cli import find, options, removal
 from orchestrate.cli.parser import Parser
 from orchestrate.console import print_message
 from orchestrate.errors import UsageError
-from orchestrate.files import lock, records
-from orchestrate.job import store
+from orchestrate.host import records
+from orchestrate.record import lock, run_dir
 
 
 def add_arguments(parser: Parser) -> None:
@@ -44,5 +44,5 @@ def _remove(args: argparse.Namespace) -> None:
         return
     if ours:
         removal.remove(paths, resources)
-    store.remove(paths)
+    run_dir.remove(paths)
     print_message(f"{name} removed")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from orchestrate import console, errors
-from orchestrate.cli import cluster, options, request, result, signals, watch
+from orchestrate.cli import cluster, display, options, request, result, signals
 from orchestrate.cli.arguments import flags
 from orchestrate.cli.commands import resume
 from orchestrate.cli.parser import Parser
@@ -22,11 +22,13 @@ from orchestrate.console import out, print_message
 from orchestrate.engines import choice
 from orchestrate.engines.ports import port
 from orchestrate.errors import UsageError
-from orchestrate.files import lock
-from orchestrate.files.paths import PACKAGE, PROJECT, STDIN, JobPaths, code_folder
-from orchestrate.job import preload, store, worktree
-from orchestrate.job.plan import Inventory, Placement, plan
-from orchestrate.job.spec import APP, JobSpec
+from orchestrate.files.paths import PACKAGE, PROJECT, STDIN, code_folder
+from orchestrate.plan import preload
+from orchestrate.plan.plan import Inventory, Placement, plan
+from orchestrate.record import lock, run_dir
+from orchestrate.record.paths import JobPaths
+from orchestrate.spec import worktree
+from orchestrate.spec.spec import APP, JobSpec
 from orchestrate.supervise import launch, stores
 
 if TYPE_CHECKING:
@@ -61,7 +63,7 @@ def start(args: argparse.Namespace, dry: bool) -> int:
     preload.start(spec, code_folder(spec.command))  # while the engine's modules are imported
     revision = worktree.revision(code_folder(spec.command))
     engine = choice.select_engine(spec)
-    job_id = store.new_id(spec)
+    job_id = run_dir.new_id(spec)
     paths = JobPaths(args.runs / job_id)
     if not dry:
         stores.prepare(spec)
@@ -81,10 +83,10 @@ def start(args: argparse.Namespace, dry: bool) -> int:
     if dry:
         out(job_plan.to_json(spec.mask()) if getattr(args, "json", False) else job_plan)
         return errors.SUCCEEDED
-    watch.style_of(args, job_plan)  # before there is a job: its options may be wrong
+    display.style_of(args, job_plan)  # before there is a job: its options may be wrong
     stops = signals.count(spec) if not args.detach else lambda: 0
-    store.create(spec, job_plan, paths)
-    store.keep_changes(spec, job_plan, paths)
+    run_dir.create(spec, job_plan, paths)
+    run_dir.keep_changes(spec, job_plan, paths)
     if stdin:
         _write_stdin(stdin, paths)
     if not options.quiet(args):
@@ -92,7 +94,7 @@ def start(args: argparse.Namespace, dry: bool) -> int:
     if args.detach:
         _detach(paths, args.shown)
         return errors.SUCCEEDED
-    with watch.shown(args, job_plan, paths) as shown:
+    with display.shown(args, job_plan, paths) as shown:
         data = launch.supervise(paths, engine, stops, shown, prepared=args.clock.monotonic() - began)
     return result.show(args, job_id, data)
 
@@ -149,7 +151,7 @@ def _detach(paths: JobPaths, runs: Path) -> None:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-    while not lock.holder(paths) and not store.ended(paths) and child.poll() is None:
+    while not lock.holder(paths) and not run_dir.ended(paths) and child.poll() is None:
         time.sleep(0.02)
     child.returncode = child.returncode or 0  # avoids a ResourceWarning: it outlives this process
     print_message(f"hint: python -m orchestrate attach {run.name} follows it; supervisor log: {run / 'supervisor.log'}")

@@ -20,7 +20,7 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the JSON Schema of job files."""
-    from orchestrate.job.schema import schema
+    from orchestrate.spec.schema import schema
 
     out(json.dumps(schema(), indent=2, ensure_ascii=False))
     return errors.SUCCEEDED

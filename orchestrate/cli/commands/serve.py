@@ -22,15 +22,16 @@ from orchestrate.cli.parser import Parser
 from orchestrate.clock import SYSTEM, Clock
 from orchestrate.console import flush, out, print_message
 from orchestrate.errors import OrchestrateError, ResourceError, UsageError
-from orchestrate.files import lock, records
 from orchestrate.files.folder import content
 from orchestrate.files.lines import last
-from orchestrate.files.paths import NAME, JobPaths
-from orchestrate.job import owners, report, store
-from orchestrate.job.logs import clean
+from orchestrate.files.paths import NAME
+from orchestrate.host import owners, records
+from orchestrate.record import lock, report, run_dir
+from orchestrate.record.logs import clean
+from orchestrate.record.paths import JobPaths
+from orchestrate.show.folded import Folded
+from orchestrate.show.printer import Style
 from orchestrate.supervise import launch
-from orchestrate.view.folded import Folded
-from orchestrate.view.printer import Style
 
 if TYPE_CHECKING:
     from orchestrate.pages.curves import Curve
@@ -60,7 +61,7 @@ class Watch(Folded):
 
     def __init__(self, paths: JobPaths, clock: Clock) -> None:
         """Start with the last lines of each rank; raises UsageError."""
-        spec, plan = store.load(paths)
+        spec, plan = run_dir.load(paths)
         super().__init__(plan, paths, spec.mask(), clock)
         self.spec = spec
         self.curves: tuple[dict[str, Curve], str] = {}, ""  # and what they go over
@@ -144,7 +145,7 @@ class Site:
 
     def _job(self, paths: JobPaths) -> str:
         name = paths.root.name
-        if store.ended(paths):
+        if run_dir.ended(paths):
             self.watches.pop(name, None)
             return _report([paths], "../../")
         if name not in self.watches:
@@ -168,10 +169,10 @@ class Site:
     def _logs(self, paths: JobPaths) -> str:
         from orchestrate.pages import site
 
-        return site.logs(paths.root.name, len(store.look(paths)[1].workers))
+        return site.logs(paths.root.name, len(run_dir.look(paths)[1].workers))
 
     def _log(self, paths: JobPaths, rank: int) -> str:
-        mask = store.look(paths)[0].mask()
+        mask = run_dir.look(paths)[0].mask()
         try:
             with paths.folder.open(f"logs/rank-{rank}.log") as file:
                 lines = deque(last(file, MAX_LOG, MAX_ROWS), MAX_ROWS)

@@ -12,11 +12,11 @@ from orchestrate.cli.parser import Parser
 from orchestrate.clock import Clock
 from orchestrate.console import print_message
 from orchestrate.errors import OrchestrateError
-from orchestrate.files import lock, records
-from orchestrate.files.paths import JobPaths
-from orchestrate.job import store
+from orchestrate.host import records
+from orchestrate.record import lock, run_dir
+from orchestrate.record.paths import JobPaths
+from orchestrate.show.screen import Shown
 from orchestrate.supervise import launch
-from orchestrate.view.screen import Shown
 
 if TYPE_CHECKING:
     from orchestrate.engines.base import Engine
@@ -41,12 +41,12 @@ def run(args: argparse.Namespace) -> int:
     resources = removal.resources(engines, name)
     if args.dry_run:
         return removal.show(resources)
-    if store.ended(paths) and not resources and not lock.holder(paths):
+    if run_dir.ended(paths) and not resources and not lock.holder(paths):
         print_message(f"{name} has already ended")
         return errors.SUCCEEDED
     _ask_to_stop(paths, args.clock)
     resources = removal.resources(engines, name)
-    if resources or not store.ended(paths):
+    if resources or not run_dir.ended(paths):
         print_message(f"{name} has no supervisor: removing its nodes")
         _stop_unsupervised(paths, resources)
     left = [resource for _, resource in removal.resources(engines, name)]
@@ -80,7 +80,7 @@ def _stop_unsupervised(paths: JobPaths, resources: list[tuple[Engine, str]]) -> 
     Raises OrchestrateError if nodes still have files that cannot be copied to the run directory.
     """
     try:
-        spec, plan = store.load(paths)
+        spec, plan = run_dir.load(paths)
         engine = find.engine_of(spec, plan)
         more = signals.count(spec)
         follower = launch.rest(paths, spec, plan)

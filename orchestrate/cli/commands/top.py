@@ -13,12 +13,12 @@ from orchestrate.cli import find, options, waiting
 from orchestrate.cli.parser import Parser
 from orchestrate.clock import Clock
 from orchestrate.errors import OrchestrateError, UsageError
-from orchestrate.files import lock
-from orchestrate.files.paths import JobPaths
-from orchestrate.job import gpus, store, usage
+from orchestrate.host import gpus
+from orchestrate.record import lock, run_dir, usage
+from orchestrate.record.paths import JobPaths
 
 if TYPE_CHECKING:
-    from orchestrate.view.top import Top
+    from orchestrate.show.top import Top
 
 
 INTERVAL = 1.0  # seconds between two samples
@@ -34,11 +34,11 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Show CPU, memory and GPU use of each worker until the job ends; without a terminal, once."""
-    from orchestrate.view.top import Top, full_screen  # only here: it imports rich
+    from orchestrate.show.top import Top, full_screen  # only here: it imports rich
 
     paths = find.paths_of(args)
-    spec, plan = store.load(paths)
-    if store.ended(paths):
+    spec, plan = run_dir.load(paths)
+    if run_dir.ended(paths):
         raise UsageError(f"{paths.root.name} has ended", f"python -m orchestrate report {paths.root.name}")
     state = Top(plan, spec.cpus or len(plan.inventory.cores) or 1)
     live = console.replaces(sys.stdout) and not args.once
@@ -57,8 +57,8 @@ def run(args: argparse.Namespace) -> int:
 def samples(paths: JobPaths, state: Top, clock: Clock) -> Iterator[int]:
     """Take samples until the job ends; yield their number so far. Raises OrchestrateError if there are none."""
     count, deadline, has_gpus = 0, clock.monotonic() + TIMEOUT, bool(state.plan.gpus)
-    while not store.ended(paths):
-        if not lock.holder(paths) and not store.ended(paths):
+    while not run_dir.ended(paths):
+        if not lock.holder(paths) and not run_dir.ended(paths):
             waiting.unsupervised(paths)
         usage.ask(paths)
         written, found = usage.read(paths)

@@ -10,7 +10,7 @@ from orchestrate.cli import cluster, options, request
 from orchestrate.cli.parser import Parser
 from orchestrate.console import out, phase, print_message
 from orchestrate.engines import choice
-from orchestrate.job.plan import pluralize
+from orchestrate.plan.plan import pluralize
 from orchestrate.supervise import stores
 
 IMPORT_TIMEOUT = 120.0  # seconds for the nodes of a cluster to import packages; torch takes 2 to 20

@@ -6,8 +6,7 @@ import argparse
 
 from orchestrate.cli import find, options, result, waiting
 from orchestrate.cli.parser import Parser
-from orchestrate.files import lock
-from orchestrate.job import store
+from orchestrate.record import lock, run_dir
 
 
 def add_arguments(parser: Parser) -> None:
@@ -20,8 +19,8 @@ def run(args: argparse.Namespace) -> int:
     """Wait until a job ends, and return its exit code."""
     paths = find.paths_of(args)
     with waiting.detaching(paths.root.name):
-        while not (data := store.ended(paths)):
-            if not lock.holder(paths) and not store.ended(paths):
+        while not (data := run_dir.ended(paths)):
+            if not lock.holder(paths) and not run_dir.ended(paths):
                 waiting.unsupervised(paths)
             args.clock.sleep(0.1)
     return result.exit_code(data)

@@ -30,13 +30,13 @@ from docker.models.networks import Network
 
 from orchestrate.console import print_message
 from orchestrate.engines.base import never
+from orchestrate.engines.build_output import advice, essence, follow
 from orchestrate.engines.connection import ANSWER_TIMEOUT, NodeConnection
 from orchestrate.engines.docker.address import address
-from orchestrate.engines.quiet import advice, essence, follow
 from orchestrate.errors import EngineError, EngineLost, ResourceError
 from orchestrate.files.paths import PROJECT
-from orchestrate.job import users
-from orchestrate.job.spec import JobSpec
+from orchestrate.host import users
+from orchestrate.spec.spec import JobSpec
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ class Daemon:
         owner = run.lstat()
         if not stat.S_ISDIR(owner.st_mode):
             raise EngineError(f"{run} is not a folder", "start the job, or the cluster, again")
-        asked = users.asked(spec)
+        asked = users.asked(spec.user)
         if owner.st_uid == 0 and (asked is None or asked[0] != 0):
             raise EngineError(
                 f"nodes would run as root: {run} is owned by root",

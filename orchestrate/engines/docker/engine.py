@@ -9,8 +9,8 @@ from orchestrate.engines.base import JobState
 from orchestrate.engines.docker import image, mounts, objects
 from orchestrate.engines.docker.client import Daemon
 from orchestrate.engines.docker.session import DockerSession
-from orchestrate.job.plan import Inventory, Placement, Plan
-from orchestrate.job.spec import JobSpec
+from orchestrate.plan.plan import Inventory, Placement, Plan
+from orchestrate.spec.spec import JobSpec
 
 
 class DockerEngine:

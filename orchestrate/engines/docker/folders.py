@@ -9,13 +9,12 @@ from typing import Any
 
 from orchestrate.engines.docker import mounts
 from orchestrate.errors import UsageError
-from orchestrate.files import records, writable
-from orchestrate.files.mountinfo import is_kernels, kernels, paths
 from orchestrate.files.paths import JOB, is_text
-from orchestrate.job import users
-from orchestrate.job.folders import Mount
-from orchestrate.job.folders import mounts as wanted_mounts
-from orchestrate.job.spec import JobSpec
+from orchestrate.host import records, users, writable
+from orchestrate.host.mountinfo import is_kernels, kernels, paths
+from orchestrate.spec.folders import Mount
+from orchestrate.spec.folders import mounts as wanted_mounts
+from orchestrate.spec.spec import JobSpec
 
 ONLY_DATA = "mount a subfolder that contains only data"
 SYSTEM = ("/proc", "/sys", "/dev", "/run", "/var/run", "/boot")  # sources with sockets, devices and kernel interfaces
@@ -67,7 +66,7 @@ def _check_source(source: Path, runs: Path, spec: JobSpec) -> None:
         raise UsageError(f"{source} cannot be mounted: it has files of jobs, which may contain secrets", ONLY_DATA)
     if any(path.is_relative_to(source) for path in kernels()):
         raise UsageError(f"{source} cannot be mounted: a kernel file system is mounted in it", "mount a folder in it")
-    user = users.nodes_of(spec)
+    user = users.nodes_of(spec.user)
     if user and not users.can_read(source, *user):
         raise UsageError(
             f"nodes run as user {user[0]}, who cannot read {source}", f"chmod -R a+rX {source}; or --set user=root"

@@ -22,8 +22,8 @@ from docker.models.containers import Container
 from orchestrate.engines.docker import helpers, labels
 from orchestrate.engines.docker.client import ERRORS, Daemon
 from orchestrate.errors import EngineError
-from orchestrate.job.spec import JobSpec
 from orchestrate.node import guard as program
+from orchestrate.spec.spec import JobSpec
 
 HELPER_TIMEOUT = 30  # seconds for a helper to finish
 MEMORY, PROCESSES = 64 << 20, 8  # limits of a helper

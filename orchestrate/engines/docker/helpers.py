@@ -14,9 +14,9 @@ from docker.types import LogConfig
 from orchestrate.engines.docker import labels
 from orchestrate.engines.docker.client import ERRORS, Daemon, reason
 from orchestrate.errors import EngineError
-from orchestrate.job.container import OOM_SCORE_ADJ
-from orchestrate.job.limits import MIN_PROCESSES
-from orchestrate.job.spec import IMAGE
+from orchestrate.plan.container import OOM_SCORE_ADJ
+from orchestrate.plan.limits import MIN_PROCESSES
+from orchestrate.spec.spec import IMAGE
 
 
 def create(

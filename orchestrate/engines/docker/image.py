@@ -17,12 +17,12 @@ from orchestrate.engines.docker.client import Daemon, reason
 from orchestrate.engines.docker.volumes import volumes
 from orchestrate.errors import EngineError, EngineLost, ResourceError
 from orchestrate.files.paths import NODES, code_folder
-from orchestrate.job.cores import cores
-from orchestrate.job.folders import data_paths, without_stores
-from orchestrate.job.gpus import DETAILS, LIST, NVIDIA_SMI_TIMEOUT, Offer, fields, offer, read, trouble_of
-from orchestrate.job.plan import Inventory, Placement, may_use_torch, pluralize
-from orchestrate.job.preload import preload
-from orchestrate.job.spec import IMAGE, JobSpec
+from orchestrate.host.cores import cores
+from orchestrate.host.gpus import DETAILS, LIST, NVIDIA_SMI_TIMEOUT, Offer, fields, offer, read, trouble_of
+from orchestrate.plan.plan import Inventory, Placement, may_use_torch, pluralize
+from orchestrate.plan.preload import preload
+from orchestrate.spec.folders import data_paths, without_stores
+from orchestrate.spec.spec import IMAGE, JobSpec
 
 NO_TOOLKIT = "the engine has no NVIDIA runtime"
 NO_GPU = "containers cannot see any GPU"

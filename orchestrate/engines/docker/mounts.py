@@ -15,10 +15,10 @@ from typing import Any
 
 from orchestrate.engines.docker.ignored import ignored
 from orchestrate.errors import EngineError, UsageError
-from orchestrate.files import records
 from orchestrate.files.folder import unlinked
-from orchestrate.files.mountinfo import is_kernels, kernels, paths
 from orchestrate.files.paths import is_run, is_text
+from orchestrate.host import records
+from orchestrate.host.mountinfo import is_kernels, kernels, paths
 from orchestrate.node.command import of_python
 from orchestrate.node.trees import identity
 

@@ -19,12 +19,12 @@ import yaml
 
 from orchestrate.console import print_message
 from orchestrate.engines.docker.client import Daemon
-from orchestrate.engines.docker.document import literal
+from orchestrate.engines.docker.compose_override import literal
 from orchestrate.errors import EngineError, EngineLost, ResourceError, UsageError
-from orchestrate.files import records, writable
-from orchestrate.job import requirements
-from orchestrate.job.plan import pluralize
-from orchestrate.job.spec import JobSpec
+from orchestrate.host import records, writable
+from orchestrate.plan.plan import pluralize
+from orchestrate.spec import requirements
+from orchestrate.spec.spec import JobSpec
 
 PACKAGES, BUILT = "orchestrate-packages", "orchestrate-build"  # names of the images
 LABEL = "orchestrate.packages"

@@ -13,8 +13,8 @@ from orchestrate.engines.docker import helpers, toolkit
 from orchestrate.engines.docker.client import Daemon
 from orchestrate.engines.docker.packages import image_id
 from orchestrate.errors import ResourceError
-from orchestrate.job.gpus import Gpu
-from orchestrate.job.spec import IMAGE
+from orchestrate.host.gpus import Gpu
+from orchestrate.spec.spec import IMAGE
 
 PYTHONS = (  # usual places; those of conda and venvs are often not on PATH
     *("python", "python3", "/opt/conda/bin/python", "/opt/venv/bin/python", "/usr/local/bin/python3"),

@@ -7,10 +7,10 @@ import tempfile
 from pathlib import Path
 
 from orchestrate.errors import EngineError
-from orchestrate.files import private
 from orchestrate.files.paths import NODE, PACKAGE
-from orchestrate.job import container, users
-from orchestrate.job.spec import JobSpec
+from orchestrate.host import private, users
+from orchestrate.plan import container
+from orchestrate.spec.spec import JobSpec
 
 TARGET = str(Path(container.PROGRAM).parent)  # path in nodes
 CACHE = "program"  # with a folder for each content
@@ -29,7 +29,7 @@ def folder(spec: JobSpec) -> Path:
 
     That is so if root has installed it with the umask 077. Raises EngineError if the copy cannot be made.
     """
-    user = users.nodes_of(spec)
+    user = users.nodes_of(spec.user)
     if not user or all(users.can_read(path, *user) for path in (PACKAGE, NODE, *files())):
         return PACKAGE
     try:

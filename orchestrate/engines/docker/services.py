@@ -17,8 +17,8 @@ from orchestrate.engines.base import never
 from orchestrate.engines.docker import labels
 from orchestrate.engines.docker.client import Daemon
 from orchestrate.errors import EngineError, EngineLost, ResourceError, UsageError
-from orchestrate.files import writable
 from orchestrate.files.folder import write_whole
+from orchestrate.host import writable
 
 NETWORK = "orchestrate"  # name of the job's network in the Compose file
 SHOWN_LINES, MAX_LINES = 10, 10_000  # of each service: in an error, and in a file

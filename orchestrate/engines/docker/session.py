@@ -15,20 +15,22 @@ from docker.models.containers import Container
 from orchestrate.clock import SYSTEM, Clock
 from orchestrate.engines import sockets
 from orchestrate.engines.base import Observed, Stop, never
-from orchestrate.engines.clients import NODE_EXIT_TIMEOUT, NodeClients, key_of
 from orchestrate.engines.connection import NodeConnection
-from orchestrate.engines.docker import document, folders, labels, mounts, objects, program, toolkit
+from orchestrate.engines.docker import compose_override, folders, labels, mounts, objects, program, toolkit
 from orchestrate.engines.docker.client import Daemon, Events, begin
 from orchestrate.engines.docker.guard import Guard, wanted
 from orchestrate.engines.docker.services import Services
 from orchestrate.engines.docker.volumes import WIPED, volumes
+from orchestrate.engines.node_clients import NODE_EXIT_TIMEOUT, NodeClients, key_of
 from orchestrate.errors import EngineError, EngineLost
-from orchestrate.files.paths import PACKAGE, PROJECT, JobPaths
-from orchestrate.job.container import PIPE
-from orchestrate.job.outcomes import Activity, Reason, WorkerExit
-from orchestrate.job.plan import Plan, WorkerPlan
-from orchestrate.job.spec import JobSpec
+from orchestrate.files.paths import PACKAGE, PROJECT
 from orchestrate.node import protocol
+from orchestrate.plan.container import PIPE
+from orchestrate.plan.plan import Plan, WorkerPlan
+from orchestrate.record.outcomes import Activity, WorkerExit
+from orchestrate.record.paths import JobPaths
+from orchestrate.spec.causes import Reason
+from orchestrate.spec.spec import JobSpec
 
 RECONCILE_INTERVAL = 5.0  # seconds between two lists of containers, since the event stream may lose events
 LIST_LAG = 0.1  # seconds by which the engine's list of containers lags behind its events
@@ -43,7 +45,7 @@ LISTEN_TIMEOUT = 60.0  # seconds from a container's start until its node listens
 class DockerSession:
     """The containers of one job, started by Compose and found by label."""
 
-    secrets = document.SECRETS
+    secrets = compose_override.SECRETS
 
     def __init__(self, daemon: Daemon, spec: JobSpec, plan: Plan, run: Path, warn: Callable[[str], None]) -> None:
         """`run` is mounted in nodes; raises EngineError if that is not possible, or the job has no key."""
@@ -361,10 +363,10 @@ class DockerSession:
         files = [PROJECT / "docker-compose.yml", *([HOST_NETWORK] if self.network == "host" else []), "-"]
         options = [word for file in files for word in ("--file", str(file))]
         command = ["--project-name", self.project, "--profile", "gpu", *options, *arguments]
-        wiped = [*WIPED, document.SECRETS, *volumes(self.daemon, self.env["NODE_IMAGE"], self.spec)]
+        wiped = [*WIPED, compose_override.SECRETS, *volumes(self.daemon, self.env["NODE_IMAGE"], self.spec)]
         env = {**self.env, "NODE_WIPE": " ".join(wiped)}
         extra = [mounts.bind(self.sockets, SOCKETS)] if env["NODE_SOCKETS"] else []
         if (readable := program.folder(self.spec)) != PACKAGE:
             extra.append({**mounts.bind(readable, program.TARGET), "read_only": True})
-        given = document.document(self.spec, [*self.mounts(), *self.given_mounts(), *extra], self.devices)
+        given = compose_override.document(self.spec, [*self.mounts(), *self.given_mounts(), *extra], self.devices)
         self.daemon.compose(*command, env=env, given=given, capture=True, stopped=stopped)

@@ -13,8 +13,8 @@ from orchestrate.engines.docker.client import Daemon
 from orchestrate.engines.docker.mounts import CODE, JOB
 from orchestrate.errors import ResourceError
 from orchestrate.files.paths import is_text
-from orchestrate.job.folders import mounts
-from orchestrate.job.spec import JobSpec
+from orchestrate.spec.folders import mounts
+from orchestrate.spec.spec import JobSpec
 
 # Our mounts replace the image's volumes there.
 MOUNTED = (CODE, JOB, "/opt/orchestrate", "/run/orchestrate", "/run/secrets", "/tmp")

@@ -14,9 +14,9 @@ from orchestrate.engines.swarm.manager import Manager, gpus, total_gpus
 from orchestrate.engines.swarm.session import SwarmSession
 from orchestrate.engines.swarm.upload import code_files
 from orchestrate.files.paths import code_folder
-from orchestrate.job.plan import Inventory, Placement, Plan, pluralize
-from orchestrate.job.preload import preload
-from orchestrate.job.spec import IMAGE, JobSpec
+from orchestrate.plan.plan import Inventory, Placement, Plan, pluralize
+from orchestrate.plan.preload import preload
+from orchestrate.spec.spec import IMAGE, JobSpec
 
 
 class SwarmEngine:

@@ -15,8 +15,8 @@ from orchestrate.engines.docker import labels
 from orchestrate.engines.docker.client import Daemon, name_of
 from orchestrate.engines.swarm import service_spec
 from orchestrate.errors import EngineError, EngineLost, ResourceError
-from orchestrate.job.plan import pluralize
-from orchestrate.job.spec import JobSpec
+from orchestrate.plan.plan import pluralize
+from orchestrate.spec.spec import JobSpec
 
 NETWORK_RELEASE_TIMEOUT = 20.0  # seconds for Swarm to release a network whose tasks have ended
 NO_MANAGER = "run orchestrate on a manager of the Swarm, or create a Swarm: docker swarm init"

@@ -12,9 +12,9 @@ from orchestrate.engines.docker import helpers, labels, program
 from orchestrate.engines.swarm import service_spec
 from orchestrate.engines.swarm.manager import ApiObject, Manager, ended, failed_to_start
 from orchestrate.errors import EngineError
-from orchestrate.job import container
-from orchestrate.job.plan import Plan
-from orchestrate.job.spec import JobSpec
+from orchestrate.plan import container
+from orchestrate.plan.plan import Plan
+from orchestrate.spec.spec import JobSpec
 
 PLACEMENT_TIMEOUT = 1.0  # seconds to wait until a task is assigned to a host
 LAST_LINES = "2000"  # log lines to fetch from a lost task

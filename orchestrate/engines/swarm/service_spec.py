@@ -13,10 +13,10 @@ from orchestrate.engines.docker import labels
 from orchestrate.engines.docker.program import files
 from orchestrate.engines.docker.volumes import WIPED, checked
 from orchestrate.files.paths import PACKAGE
-from orchestrate.job import container
-from orchestrate.job.limits import UNLIMITED, parse_size
-from orchestrate.job.plan import Plan
-from orchestrate.job.spec import JobSpec
+from orchestrate.plan import container
+from orchestrate.plan.plan import Plan
+from orchestrate.spec.sizes import UNLIMITED, parse_size
+from orchestrate.spec.spec import JobSpec
 
 PROGRAM = "/run/orchestrate"  # where the node program is unpacked
 CODE, JOB, SHARED = "/var/tmp/code", "/var/tmp/job", "/shared"  # /var/tmp exists in every image, for every user

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from orchestrate.engines.base import Observed, Stop, never
-from orchestrate.engines.clients import NodeClients, key_of
 from orchestrate.engines.connection import ANSWER_TIMEOUT, NodeConnection, one_at_a_time
+from orchestrate.engines.node_clients import NodeClients, key_of
 from orchestrate.engines.swarm import service_spec
 from orchestrate.engines.swarm.manager import ApiObject, Manager, ended, is_healthy, is_starting
 from orchestrate.engines.swarm.objects import SwarmJob
@@ -24,12 +24,13 @@ from orchestrate.engines.swarm.sync import FileSync, rescued
 from orchestrate.engines.swarm.upload import code_files, on_each, packed, send_archive, written_files
 from orchestrate.errors import EngineError
 from orchestrate.files.paths import log
-from orchestrate.job import container
-from orchestrate.job.outcomes import Activity, Reason, WorkerExit
-from orchestrate.job.plan import Plan, WorkerPlan
-from orchestrate.job.spec import JobSpec
 from orchestrate.node import protocol
 from orchestrate.node.protocol import LEASE_TIMEOUT, RENEW_INTERVAL, SEND_TIMEOUT
+from orchestrate.plan import container
+from orchestrate.plan.plan import Plan, WorkerPlan
+from orchestrate.record.outcomes import Activity, WorkerExit
+from orchestrate.spec.causes import Reason
+from orchestrate.spec.spec import JobSpec
 
 LIST_INTERVAL = 2.0  # seconds between two lists of Swarm's tasks and hosts
 SILENT_AFTER = 6.0  # seconds without a message until a node counts as silent

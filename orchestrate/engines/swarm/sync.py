@@ -28,13 +28,13 @@ from orchestrate.engines.swarm.fetch import link as place_link
 from orchestrate.engines.swarm.owners import MAX_FILES, Owners
 from orchestrate.errors import EngineError
 from orchestrate.files.folder import MAX_DEPTH, MAX_ENTRIES, Folder
-from orchestrate.job.logs import MARK
-from orchestrate.job.plan import pluralize
 from orchestrate.node import protocol
 from orchestrate.node.checks import shown
 from orchestrate.node.files import LOGS, Facts
 from orchestrate.node.ranks import FENCE
 from orchestrate.node.trees import hidden
+from orchestrate.plan.plan import pluralize
+from orchestrate.record.logs import MARK
 
 log = logging.getLogger(__name__)
 

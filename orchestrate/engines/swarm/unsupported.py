@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from orchestrate.errors import UsageError
-from orchestrate.job.spec import JobSpec
+from orchestrate.spec.spec import JobSpec
 
 
 def check(spec: JobSpec) -> None:

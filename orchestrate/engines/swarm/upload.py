@@ -19,11 +19,11 @@ from orchestrate.engines.docker.ignored import kept
 from orchestrate.engines.docker.mounts import check_code_folder
 from orchestrate.engines.swarm.sync import OWN
 from orchestrate.errors import EngineError, EngineLost, ResourceError
-from orchestrate.files import records
 from orchestrate.files.folder import ROOT
-from orchestrate.files.mountinfo import paths
 from orchestrate.files.paths import is_run
 from orchestrate.files.work import VENV
+from orchestrate.host import records
+from orchestrate.host.mountinfo import paths
 from orchestrate.node import protocol
 from orchestrate.node.files import LOGS, PIECE, digest
 from orchestrate.node.trees import data, hidden

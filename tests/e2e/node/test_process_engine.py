@@ -29,9 +29,9 @@ from orchestrate.engines import process
 from orchestrate.engines.base import JobState
 from orchestrate.engines.process import ProcessEngine, ProcessSession
 from orchestrate.errors import EngineError
-from orchestrate.files import records
-from orchestrate.job.plan import Plan
-from orchestrate.job.spec import JobSpec
+from orchestrate.host import records
+from orchestrate.plan.plan import Plan
+from orchestrate.spec.spec import JobSpec
 
 SPEC = JobSpec(trainers=1, grace=7.0, command=("work.py",))
 
@@ -380,7 +380,7 @@ def test_text_that_the_locale_cannot_encode_must_be_refused_before_nodes_start(n
     def ascii_only(text: str) -> bytes:
         return text.encode("ascii", "surrogateescape")
 
-    monkeypatch.setattr("orchestrate.job.spec.os.fsencode", ascii_only)
+    monkeypatch.setattr("orchestrate.spec.spec.os.fsencode", ascii_only)
     for spec, key in (
         (dataclasses.replace(SPEC, env={"A": "x", "NAME": "é"}), "env.NAME"),
         (dataclasses.replace(SPEC, command=("work.py", "é")), "command"),

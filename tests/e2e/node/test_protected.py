@@ -12,7 +12,7 @@ from support.leftovers import docker
 from support.repo import ROOT
 from support.waiting import eventually
 
-from orchestrate.job.spec import IMAGE
+from orchestrate.spec.spec import IMAGE
 
 # Run by a worker: reports which processes it can access, and whether it is an ordinary process itself.
 PROBE = """

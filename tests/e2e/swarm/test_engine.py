@@ -24,12 +24,11 @@ from orchestrate.engines.swarm.engine import SwarmEngine
 from orchestrate.engines.swarm.objects import SwarmJob
 from orchestrate.engines.swarm.session import PIPE, SwarmSession
 from orchestrate.errors import EngineError, EngineLost
-from orchestrate.files import records
-from orchestrate.files.paths import JobPaths
-from orchestrate.job import users
-from orchestrate.job.plan import Plan
-from orchestrate.job.spec import JobSpec
+from orchestrate.host import records, users
 from orchestrate.node.lease import answer
+from orchestrate.plan.plan import Plan
+from orchestrate.record.paths import JobPaths
+from orchestrate.spec.spec import JobSpec
 
 WRITES = """import os, pathlib, sys
 rank, generation = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
@@ -48,7 +47,7 @@ class Hosts:
     def __init__(self, folder: Path, stub: StubManager, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder, self.stub = folder, stub
         self.paths, self.code = JobPaths(folder / "j"), folder / "project"
-        self.paths.create(owner=users.nodes_of(JobSpec()))
+        self.paths.create(owner=users.nodes_of(JobSpec().user))
         self.run = self.paths.shared
         self.code.mkdir()
         (self.code / "train.py").write_text(WRITES)
@@ -251,7 +250,7 @@ def test_nodes_of_a_cluster_must_outlive_a_job_and_keep_its_files_separate(local
     of_cluster = Site(job_plan.inventory, job_plan.placement).but(cluster="j", job_dir="job/of-a-job")
     job = plan(spec, of_cluster, "of-a-job", free_port())
     local_hosts.paths = cluster = JobPaths(local_hosts.folder / "runs" / "j")
-    cluster.create_cluster(users.nodes_of(spec))
+    cluster.create_cluster(users.nodes_of(spec.user))
     job_paths = JobPaths(local_hosts.folder / "runs" / "of-a-job")
     job_paths.create("j")
     local_hosts.run = cluster.nodes

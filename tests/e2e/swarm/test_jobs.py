@@ -13,10 +13,10 @@ from support.repo import ROOT
 from support.swarm_jobs import RANKS, Job, assert_succeeded
 from support.waiting import eventually
 
-from orchestrate.files import records
-from orchestrate.files.paths import JobPaths
-from orchestrate.job.events import GenerationEnded, OutcomeDecided
-from orchestrate.job.outcomes import Outcome
+from orchestrate.host import records
+from orchestrate.record.events import GenerationEnded, OutcomeDecided
+from orchestrate.record.outcomes import Outcome
+from orchestrate.record.paths import JobPaths
 
 pytestmark = pytest.mark.docker
 

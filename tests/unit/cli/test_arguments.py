@@ -7,8 +7,9 @@ from orchestrate.cli.arguments import parse
 from orchestrate.cli.main import main
 from orchestrate.cli.request import spec_of
 from orchestrate.errors import UsageError
-from orchestrate.job import command, store
-from orchestrate.job.layers import resolve
+from orchestrate.record import run_dir
+from orchestrate.spec import command
+from orchestrate.spec.layers import resolve
 from orchestrate.supervise import launch
 
 SCRIPT = ["train.py", "--lr", "0.1"]
@@ -162,7 +163,7 @@ def test_a_variable_must_come_from_the_flag_or_from_the_shell(do, monkeypatch):
     do.engine.generations = [[ALL_WELL]]
     arguments = ["-e", "HERE", "--env", "A=b=c", "-eNONE=", "--memory", "2g", "--cpus", "1.5", "--trainers", "2"]
     assert do("run", "--gpus", "none", *arguments, "--", "-m", "app.train")[0] == 0
-    spec, _ = store.load(store.JobPaths(next(do.runs.iterdir())))
+    spec, _ = run_dir.load(run_dir.JobPaths(next(do.runs.iterdir())))
     assert (spec.env, spec.memory, spec.cpus) == ({"HERE": "of the shell", "A": "b=c", "NONE": ""}, "2g", 1.5)
     assert do("plan", "-e", "NOWHERE")[2] == [
         "error: environment variable 'NOWHERE' is not set in this shell",

@@ -17,10 +17,10 @@ from support.victims import facts
 from orchestrate.engines import sockets
 from orchestrate.engines.docker.client import Daemon
 from orchestrate.errors import EngineError, UsageError
-from orchestrate.files import records
-from orchestrate.files.paths import JobPaths
-from orchestrate.job import store
-from orchestrate.job.spec import JobSpec
+from orchestrate.host import records
+from orchestrate.record import run_dir
+from orchestrate.record.paths import JobPaths
+from orchestrate.spec.spec import JobSpec
 
 
 def forged(folder: Path, victim: Path, name: str = "cluster-e95b") -> JobPaths:
@@ -109,7 +109,7 @@ def test_files_must_not_be_moved_to_a_run_directory_that_came_with_the_project(d
     on_it = create(JobPaths(tmp_path / "b-1"), cluster="c-1")
     records.forget(on_it.root)
     with pytest.raises(OSError, match=NOT_OURS):
-        store.move_from_cluster(on_it)
+        run_dir.move_from_cluster(on_it)
     assert on_it.shared.is_symlink() and (cluster.nodes / "b-1").is_dir()
 
 
@@ -120,14 +120,14 @@ def test_files_must_not_be_moved_to_a_run_directory_that_came_with_the_project(d
 def test_a_plan_that_is_too_large_or_has_wrong_types_must_be_refused(paths, edit):
     edit(paths)
     with pytest.raises(UsageError, match="does not contain a job that can continue"):
-        store.load(paths)
+        run_dir.load(paths)
 
 
 @pytest.mark.parametrize("name", ["report.json", "job.yaml"])
 def test_a_huge_file_must_not_be_read(do: Commands, paths, name):
     with (paths.root / name).open("ab") as file:
         file.truncate(300 << 30)
-    assert store.ended(paths) is None and do("wait", "a-1")[0] == 1
+    assert run_dir.ended(paths) is None and do("wait", "a-1")[0] == 1
     if name == "job.yaml":
         assert do("logs", "a-1")[0] == 2
 
@@ -138,7 +138,7 @@ def test_nodes_must_mount_only_folders(paths, victim, name):
     shutil.rmtree(path, ignore_errors=True)
     path.symlink_to(victim)
     with pytest.raises(UsageError, match=f"{name} is not a folder"):
-        store.load(paths)
+        run_dir.load(paths)
 
 
 def test_sockets_must_not_be_shared_through_a_link(tmp_path, victim):

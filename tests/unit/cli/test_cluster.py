@@ -15,10 +15,10 @@ from support.plans import HERE, Site, plan
 from orchestrate.cli import cluster
 from orchestrate.engines.base import JobState, ignoring, never
 from orchestrate.errors import EngineError, OrchestrateError, UsageError
-from orchestrate.files import records
-from orchestrate.files.paths import JobPaths
-from orchestrate.job import store, users
-from orchestrate.job.spec import JobSpec
+from orchestrate.host import records, users
+from orchestrate.record import run_dir
+from orchestrate.record.paths import JobPaths
+from orchestrate.spec.spec import JobSpec
 
 SPEC = JobSpec(trainers=2, gpus="auto")
 GPUS = HERE.but(gpus=tuple(f"GPU-{number}" for number in range(6)))
@@ -40,7 +40,7 @@ def with_job(runs: Path) -> tuple[cluster.Cluster, JobPaths]:
 def differences(one: cluster.Cluster, site: Site = GPUS, **wanted) -> list[str]:
     spec = dataclasses.replace(SPEC, **wanted)
     if not one.paths.root.exists():
-        one.paths.create_cluster(users.nodes_of(one.spec))
+        one.paths.create_cluster(users.nodes_of(one.spec.user))
     return one.differences(spec, plan(spec, (site.inventory, one.placement(site.placement, "a-1")), "a-1", 0))
 
 
@@ -132,7 +132,7 @@ def test_a_swarm_node_must_have_as_many_gpus_as_a_job_needs(tmp_path, workers, f
 
 def test_a_cluster_in_use_must_name_the_job_and_the_process_that_use_it(tmp_path):
     one = new_cluster(tmp_path)
-    one.paths.create_cluster(users.nodes_of(one.spec))
+    one.paths.create_cluster(users.nodes_of(one.spec.user))
     with supervised(one.paths.root) as other:
         assert differences(one) == [f"it is in use by a job (process {other.pid})"]  # it has just started
     create(JobPaths(tmp_path / "a-1"), cluster="c-1")
@@ -148,7 +148,7 @@ def test_a_cluster_with_an_unfinished_job_must_not_be_given_to_another_job(tmp_p
     assert differences(one) == ["it is in use by a-1, which has no supervisor: attach to it or stop it"]
     end(unfinished)  # its supervisor was killed before it moved the files
     assert differences(one) == ["it still has the files of a-1, which `down` moves out of it"]
-    store.move_from_cluster(unfinished)
+    run_dir.move_from_cluster(unfinished)
     assert differences(one) == []
 
 
@@ -202,7 +202,7 @@ def test_a_cluster_that_fails_to_start_must_leave_nothing_and_report_why(tmp_pat
 
 def test_kept_nodes_must_make_room_for_another_job_only_if_they_are_idle(tmp_path):
     def up(name: str, **site: object) -> None:
-        store.create(SPEC, plan(SPEC, GPUS.but(cluster=name, **site), name, 0), JobPaths(tmp_path / name))
+        run_dir.create(SPEC, plan(SPEC, GPUS.but(cluster=name, **site), name, 0), JobPaths(tmp_path / name))
 
     for name in ("idle-1", "busy-1", "supervised-1"):
         up(name, keep=60.0)
@@ -232,7 +232,7 @@ def test_the_files_of_a_clusters_jobs_must_be_kept_when_it_is_taken_down(tmp_pat
     for name in ("a-1", "b-1"):
         assert not (tmp_path / name / "job").is_symlink()
         assert (tmp_path / name / "logs" / "rank-0.log").read_text() == name
-        assert store.load(JobPaths(tmp_path / name))[1].job_id == name
+        assert run_dir.load(JobPaths(tmp_path / name))[1].job_id == name
 
 
 def test_the_files_of_a_cluster_must_be_kept_if_its_nodes_cannot_be_removed(tmp_path):
@@ -282,7 +282,7 @@ def test_files_next_to_the_folder_of_a_job_must_be_removed_with_it_but_no_other_
     ended.log(0).write_text("mine")
     (one.paths.nodes / "kept").hardlink_to(ended.log(0))
     (one.paths.nodes / "a-2").mkdir()
-    store.move_from_cluster(ended)
+    run_dir.move_from_cluster(ended)
     assert [path.name for path in one.paths.nodes.iterdir()] == ["b-1"] and waiting.log(0).parent.is_dir()
     assert ended.log(0).stat().st_nlink == 1
 
@@ -295,7 +295,7 @@ def test_attributes_that_a_job_sets_on_the_folder_of_its_cluster_must_be_reset(t
     os.setxattr(one.paths.nodes, "system.posix_acl_default", no_access)  # of owner, group and others; see acl(5)
     os.setxattr(one.paths.nodes, "user.note", b"of job a")
     one.paths.nodes.chmod(0o2777)
-    store.move_from_cluster(mine)
+    run_dir.move_from_cluster(mine)
     assert os.listxattr(one.paths.nodes) == [] and one.paths.nodes.stat().st_mode & 0o7777 == 0o755
 
 
@@ -306,7 +306,7 @@ def test_a_folder_that_a_job_has_moved_must_not_be_left_for_the_next_job(tmp_pat
     mine.folder.path.rename(one.paths.nodes / "elsewhere")
     (one.paths.nodes / "left").mkdir()
     with pytest.raises(FileNotFoundError):
-        store.move_from_cluster(mine)
+        run_dir.move_from_cluster(mine)
     assert [*one.paths.nodes.iterdir()] == [] and mine.shared.is_dir() and not mine.shared.is_symlink()
 
 
@@ -337,7 +337,7 @@ def test_files_that_cannot_be_moved_must_stay_with_their_cluster(monkeypatch):
 
         def down() -> None:
             with pytest.raises(OSError, match="Permission denied"):
-                store.move_from_cluster(mine)
+                run_dir.move_from_cluster(mine)
             with pytest.raises(
                 OrchestrateError, match=f"cannot move {there} to {mine.root}: Permission denied"
             ) as error:
@@ -354,7 +354,7 @@ def test_files_that_cannot_be_moved_must_stay_with_their_cluster(monkeypatch):
 def test_a_move_that_was_interrupted_must_be_completed(tmp_path):
     _, mine = with_job(tmp_path)
     mine.folder.path.rename(mine.root / ".job")
-    store.move_from_cluster(mine)
+    run_dir.move_from_cluster(mine)
     assert mine.log(0).read_text() == "mine" and not mine.shared.is_symlink()
 
 

@@ -18,8 +18,9 @@ from orchestrate.cli.main import main
 from orchestrate.doctor import checks
 from orchestrate.engines import choice
 from orchestrate.engines.base import JobState
-from orchestrate.files import lock, records
-from orchestrate.files.paths import JobPaths
+from orchestrate.host import records
+from orchestrate.record import lock
+from orchestrate.record.paths import JobPaths
 from orchestrate.supervise import output
 from orchestrate.supervise.running import BY_MAX_RUN, BY_USER
 

@@ -7,7 +7,7 @@ from orchestrate.cli.main import main
 from orchestrate.cli.parser import EXPORTS
 from orchestrate.export.kubernetes import kubernetes
 from orchestrate.export.slurm import slurm
-from orchestrate.job.layers import resolve
+from orchestrate.spec.layers import resolve
 
 APP = ("--gpus", "none", "--", "-m", "app.train")
 

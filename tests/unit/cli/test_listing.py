@@ -14,11 +14,11 @@ from support.scripted import ALL_WELL
 
 from orchestrate import console
 from orchestrate.cli import listing
-from orchestrate.files import private, records
-from orchestrate.files.paths import JobPaths
-from orchestrate.job.events import OutcomeDecided, WorkersStarted
-from orchestrate.job.folders import cached_data
-from orchestrate.job.outcomes import Outcome
+from orchestrate.host import private, records
+from orchestrate.record.events import OutcomeDecided, WorkersStarted
+from orchestrate.record.outcomes import Outcome
+from orchestrate.record.paths import JobPaths
+from orchestrate.spec.folders import cached_data
 
 DAY = 86400
 

@@ -5,7 +5,7 @@ from support.commanded import end, supervised
 from support.memory import peak
 
 from orchestrate.files.lines import BLOCK
-from orchestrate.job import logs
+from orchestrate.record import logs
 
 
 def test_a_search_that_takes_long_must_be_given_up_for_that_line(do, paths, monkeypatch):

@@ -23,9 +23,10 @@ from orchestrate.errors import (
     StorageLost,
     UsageError,
 )
-from orchestrate.files.paths import STDIN, JobPaths
-from orchestrate.job import store
-from orchestrate.job.layers import resolve
+from orchestrate.files.paths import STDIN
+from orchestrate.record import run_dir
+from orchestrate.record.paths import JobPaths
+from orchestrate.spec.layers import resolve
 
 APP = ("--gpus", "none", "--", "-m", "app.train")
 
@@ -46,7 +47,7 @@ def test_run_must_print_the_run_directory_and_exit_as_the_job_ends(do, engine, r
     assert err[0].startswith(f"job {folder.name}: 3 nodes")
     assert err[-2].startswith("succeeded: 3 workers") and err[-1] == str(folder)
     assert engine.calls == ["prepare", "up", "start", "down"]
-    spec, plan = store.load(JobPaths(folder))
+    spec, plan = run_dir.load(JobPaths(folder))
     assert (spec.name, spec.trainers, spec.command) == ("mine", 2, ("-m", "app.train"))
     assert plan.workers[0].env["MASTER_PORT"] == "29500"
 
@@ -97,7 +98,7 @@ def test_run_must_exit_with_the_code_of_the_error_if_the_job_could_not_start(do,
     engine.missing = {"trainer-1"}
     code, out, err = do("run", "--trainers", "2", *APP)
     assert (code, out, err[-1]) == (3, [], "error: no such node")
-    assert not_none(store.ended(JobPaths(next(runs.iterdir()))))["outcome"] == "failed"
+    assert not_none(run_dir.ended(JobPaths(next(runs.iterdir()))))["outcome"] == "failed"
 
 
 @pytest.mark.parametrize("arguments", [["plan"], ["run", "--dry-run"]], ids=" ".join)
@@ -111,7 +112,7 @@ def test_plan_must_print_the_plan_and_create_nothing(do, engine, runs, arguments
 def test_all_arguments_after_the_first_dashes_must_go_to_the_script(do, engine, runs):
     engine.generations = [[ALL_WELL]]
     do("run", "--trainers", "2", *APP, "--trainers", "7", "--", "-x", "--help")
-    spec, _ = store.load(JobPaths(next(runs.iterdir())))
+    spec, _ = run_dir.load(JobPaths(next(runs.iterdir())))
     assert spec.command == ("-m", "app.train", "--trainers", "7", "--", "-x", "--help")
     assert spec.trainers == 2
 
@@ -125,7 +126,7 @@ def test_every_flag_must_reach_the_job(do, engine, runs, tmp_path):
     more = ("--set", "max_restarts=1", "--set", "memory=2g", "--set", "env.A=b")
     code, _, err = do("run", tmp_path / "job.yaml", *arguments, *more, "--", "-m", "app.train")
     assert code == 0, err
-    spec, _ = store.load(JobPaths(next(runs.iterdir())))
+    spec, _ = run_dir.load(JobPaths(next(runs.iterdir())))
     assert {name: getattr(spec, name) for name in flags} == flags
     assert (spec.grace, spec.memory, spec.env) == (5.0, "2g", {"A": "b"})
 

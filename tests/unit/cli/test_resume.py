@@ -10,9 +10,9 @@ from support.methods import after
 from support.optional import not_none
 from support.scripted import ALL_WELL, KILLED
 
-from orchestrate.files import records
-from orchestrate.files.paths import JobPaths
-from orchestrate.job import store
+from orchestrate.host import records
+from orchestrate.record import run_dir
+from orchestrate.record.paths import JobPaths
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def failed(do, engine, runs, code) -> JobPaths:
 
 
 def report(paths: JobPaths, **changes: object) -> None:
-    records.write(paths.report, json.dumps({**not_none(store.ended(paths)), **changes}))
+    records.write(paths.report, json.dumps({**not_none(run_dir.ended(paths)), **changes}))
 
 
 def test_a_failed_job_must_continue_in_its_code_folder_as_the_next_generation(do, engine, failed, code, monkeypatch):
@@ -57,7 +57,7 @@ def test_a_failed_job_must_continue_in_its_code_folder_as_the_next_generation(do
     assert (status, out) == (0, ["[0] after"]) and err[0].startswith(f"job {failed.root.name}: 3 nodes")
     assert engine.calls == ["prepare", "up", "start", "down"]
     assert seen["ended"] is False and len(seen["key"]) == 64 and seen["opened"] == 1
-    plan = store.load(failed)[1]
+    plan = run_dir.load(failed)[1]
     assert (plan.generation, plan.placement.code, plan.workers[0].env["MASTER_PORT"]) == (1, str(code), "29501")
     assert not_none(records.find(failed.root)).key == "" and failed.page.exists()
 
@@ -97,7 +97,7 @@ def test_a_link_in_place_of_the_code_folder_must_not_be_followed(do, engine, fai
 def test_a_job_that_cannot_be_reopened_must_stay_ended(do, failed):
     failed.page.unlink()
     (failed.page / "folder").mkdir(parents=True)
-    assert do("resume")[0] == 1 and store.ended(failed)
+    assert do("resume")[0] == 1 and run_dir.ended(failed)
 
 
 @pytest.mark.parametrize(

@@ -16,12 +16,12 @@ from support.scripted import ALL_WELL, KILLED
 from orchestrate.cli.main import main
 from orchestrate.cli.parser import EXPORTS
 from orchestrate.errors import EngineError
-from orchestrate.files import records
-from orchestrate.files.paths import JobPaths
-from orchestrate.job import store
-from orchestrate.job.recorder import objects
-from orchestrate.job.redact import HIDDEN
-from orchestrate.job.spec import JobSpec
+from orchestrate.host import records
+from orchestrate.record import run_dir
+from orchestrate.record.paths import JobPaths
+from orchestrate.record.recorder import objects
+from orchestrate.spec.redact import HIDDEN
+from orchestrate.spec.spec import JobSpec
 
 SPEC = JobSpec(trainers=2, grace=0.01, env=ENV, secrets={"PHRASE": "variable"}, command=("-m", "app.train"))
 
@@ -85,7 +85,7 @@ def test_an_export_must_require_a_secret_that_the_job_file_names(do, tmp_path, t
 
 def test_a_plan_must_have_no_content_of_a_secret_file(paths):
     spec = dataclasses.replace(SPEC, command=("a.py", 'pass"é-1234'), contents={"DB": 'pass"é-1234'})
-    store.keep(paths, plan(spec, HERE, "a-1"), spec)
+    run_dir.keep(paths, plan(spec, HERE, "a-1"), spec)
     assert json.loads(paths.plan.read_text())["command"] == ["a.py", HIDDEN]
 
 

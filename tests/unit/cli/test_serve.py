@@ -20,11 +20,11 @@ from support.scripted import Clock
 
 from orchestrate.cli.commands.serve import MAX_EVENTS, MAX_LINES, Handler, Server, Site
 from orchestrate.errors import EngineError
-from orchestrate.files.paths import JobPaths
-from orchestrate.job import store, usage
-from orchestrate.job.events import GenerationStarting, NodesStarting, RestartDecided, WorkersStarted
-from orchestrate.job.outcomes import Activity, WorkerExit
-from orchestrate.job.spec import JobSpec
+from orchestrate.record import run_dir, usage
+from orchestrate.record.events import GenerationStarting, NodesStarting, RestartDecided, WorkersStarted
+from orchestrate.record.outcomes import Activity, WorkerExit
+from orchestrate.record.paths import JobPaths
+from orchestrate.spec.spec import JobSpec
 
 
 @pytest.fixture
@@ -90,7 +90,7 @@ def test_curves_of_a_running_job_must_go_on_from_the_step_that_it_repeats(site, 
     metrics = running.shared / "metrics.jsonl"
     metrics.write_text("".join(f'{{"step": {step}, "loss": {step}}}\n' for step in range(1, 100)))
     assert 'aria-label="loss, last value 99' in site.get("/jobs/a-1/").text
-    store.keep(running, dataclasses.replace(store.look(running)[1], generation=1), store.look(running)[0])
+    run_dir.keep(running, dataclasses.replace(run_dir.look(running)[1], generation=1), run_dir.look(running)[0])
     noted(running, GenerationStarting(1, ("master", "trainer-1", "trainer-2"), 3, 29501), WorkersStarted())
     site.server.site.watches.clear()  # as another server, which reads the curves at once
     with metrics.open("a") as file:
@@ -201,7 +201,7 @@ def test_a_job_that_is_resumed_must_be_shown_as_running_again(site, tmp_path):
     supervise(paths, Whole([[WorkerExit(0, 1)]]))
     page = site.get("/jobs/a-1/").text
     assert "Root cause" in page and "<strong>running" not in page
-    store.keep(paths, plan(dataclasses.replace(spec, trainers=0), HERE, "a-1", 29500, generation=1), spec)
+    run_dir.keep(paths, plan(dataclasses.replace(spec, trainers=0), HERE, "a-1", 29500, generation=1), spec)
     paths.report.unlink()  # as `resume` does
     with supervised(paths.root):
         page = site.get("/jobs/a-1/").text
@@ -216,7 +216,7 @@ def test_nothing_must_be_kept_of_jobs_that_have_ended_or_were_removed(site, runn
     end(running)
     site.get("/jobs/a-1/")
     assert {*watched} == {"b-2"}
-    store.remove(other)
+    run_dir.remove(other)
     assert site.get("/jobs/b-2/").status == 404 and not watched
 
 

@@ -8,8 +8,8 @@ from support.waiting import eventually
 
 from orchestrate import patience
 from orchestrate.cli import signals
-from orchestrate.job.spec import JobSpec
 from orchestrate.patience import Abandoned
+from orchestrate.spec.spec import JobSpec
 
 
 def next_lines(capsys, number: int = 1) -> str:

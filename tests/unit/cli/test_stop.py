@@ -13,11 +13,11 @@ from support.scripted import ALL_WELL
 
 from orchestrate.engines import choice
 from orchestrate.errors import EngineError, OrchestrateError
-from orchestrate.files import lock, records
-from orchestrate.files.paths import JobPaths
-from orchestrate.job import store
-from orchestrate.job.events import GenerationStarting
-from orchestrate.job.spec import JobSpec
+from orchestrate.host import records
+from orchestrate.record import lock, run_dir
+from orchestrate.record.events import GenerationStarting
+from orchestrate.record.paths import JobPaths
+from orchestrate.spec.spec import JobSpec
 from orchestrate.supervise.running import BY_USER
 
 
@@ -40,13 +40,13 @@ def test_stop_must_remove_what_an_ended_job_has_left(do, paths, engine):
     code, out, err = do("stop", "a-1")
     assert (code, out, err[-1]) == (0, [], "a-1 stopped")
     assert engine.things == [] and engine.calls
-    assert not_none(store.ended(paths))["outcome"] == "succeeded"  # its outcome is unchanged
+    assert not_none(run_dir.ended(paths))["outcome"] == "succeeded"  # its outcome is unchanged
 
 
 def test_stop_must_write_the_report_of_a_job_whose_supervisor_has_died(do, paths, engine):
     code, _, err = do("stop", "a-1")
     assert (code, err[0], err[-1]) == (0, "a-1 has no supervisor: removing its nodes", "a-1 stopped")
-    assert (not_none(store.ended(paths))["outcome"], not_none(store.ended(paths))["reason"]) == ("stopped", BY_USER)
+    assert (not_none(run_dir.ended(paths))["outcome"], not_none(run_dir.ended(paths))["reason"]) == ("stopped", BY_USER)
     assert "up" not in engine.calls and "start" not in engine.calls
 
 
@@ -57,7 +57,7 @@ def test_stop_must_ask_the_supervisor_and_wait_for_its_end(do, paths, engine):
         assert other.wait(timeout=60) == -signal.SIGTERM  # before `supervised` ends it
     assert code == 0
     assert err.count("asking the supervisor of a-1 to stop") == 1
-    assert engine.things == [] and not_none(store.ended(paths))["outcome"] == "stopped"
+    assert engine.things == [] and not_none(run_dir.ended(paths))["outcome"] == "stopped"
 
 
 def test_stop_must_ask_each_supervisor_that_takes_the_job_over_once(do, paths, engine, monkeypatch):

@@ -16,11 +16,12 @@ from support.plans import HERE, plan
 from support.scripted import Clock
 
 from orchestrate import console
-from orchestrate.files.paths import JobPaths
-from orchestrate.job import gpus, usage
-from orchestrate.job.outcomes import Activity
-from orchestrate.job.spec import JobSpec
-from orchestrate.view.top import COLUMNS, HISTORY, Meter, Top, full_screen
+from orchestrate.host import gpus
+from orchestrate.record import usage
+from orchestrate.record.outcomes import Activity
+from orchestrate.record.paths import JobPaths
+from orchestrate.show.top import COLUMNS, HISTORY, Meter, Top, full_screen
+from orchestrate.spec.spec import JobSpec
 
 
 def drawn(top: Top, height: int = 20) -> list[list[str]]:

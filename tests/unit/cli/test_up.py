@@ -10,10 +10,10 @@ from support.plans import HERE, Site
 from support.scripted import ALL_WELL
 
 from orchestrate.engines.base import JobState
-from orchestrate.files import records
-from orchestrate.files.paths import JobPaths
-from orchestrate.job import store
-from orchestrate.job.outcomes import WorkerExit
+from orchestrate.host import records
+from orchestrate.record import run_dir
+from orchestrate.record.outcomes import WorkerExit
+from orchestrate.record.paths import JobPaths
 
 APP = ("--gpus", "none", "--", "-m", "app.train")
 
@@ -100,7 +100,7 @@ def test_nodes_that_are_kept_must_have_the_settings_of_their_job_but_not_its_sec
     options = ("--keep", "10m", "-e", "API_TOKEN", "--secret", "API_TOKEN", "--memory", "2g")
     assert do("run", "--trainers", "2", *options, *APP)[0] == 0
     (paths,) = map(JobPaths, runs.glob("kept-*"))
-    spec, plan = store.load(paths)
+    spec, plan = run_dir.load(paths)
     assert (spec.memory, spec.trainers, spec.env, spec.secrets, spec.contents) == ("2g", 2, {}, {}, {})
     assert plan.placement.keep == 600.0 and not_none(records.find(paths.root)).secrets == {}
     engine.generations, engine.calls = [[ALL_WELL]], []

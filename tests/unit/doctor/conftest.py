@@ -5,8 +5,8 @@ import pytest
 from orchestrate.cli.commands.doctor import examine
 from orchestrate.doctor import checks, findings
 from orchestrate.engines import check_cache
-from orchestrate.job.gpus import Gpu
-from orchestrate.job.spec import JobSpec
+from orchestrate.host.gpus import Gpu
+from orchestrate.spec.spec import JobSpec
 
 MINE = JobSpec(image="mine:1")
 

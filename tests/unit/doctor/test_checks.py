@@ -22,12 +22,11 @@ from orchestrate.engines.ports import free_port
 from orchestrate.engines.swarm.engine import SwarmEngine
 from orchestrate.engines.swarm.session import SwarmSession
 from orchestrate.errors import EngineError
-from orchestrate.files import records
-from orchestrate.job import users
-from orchestrate.job.plan import Plan
-from orchestrate.job.spec import JobSpec
+from orchestrate.host import records, users
 from orchestrate.node import protocol
 from orchestrate.node.files import PIECE
+from orchestrate.plan.plan import Plan
+from orchestrate.spec.spec import JobSpec
 
 MINE = JobSpec(image="mine:1")
 

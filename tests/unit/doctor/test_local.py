@@ -8,8 +8,8 @@ import pytest
 from orchestrate.cli.commands.doctor import examine
 from orchestrate.doctor import checks, findings
 from orchestrate.errors import EngineError
-from orchestrate.job.gpus import Gpu
-from orchestrate.job.spec import IMAGE, JobSpec
+from orchestrate.host.gpus import Gpu
+from orchestrate.spec.spec import IMAGE, JobSpec
 
 MINE = JobSpec(image="mine:1")
 OWN = Gpu(id="GPU-1", index=0, name="NVIDIA H200", total=141 << 30, driver="580.95.05")

@@ -8,8 +8,8 @@ from support.fake_nodes import Nodes, planned
 from support.scripted import Clock
 
 from orchestrate.engines.base import Stop
-from orchestrate.job.outcomes import Activity, Use
-from orchestrate.job.spec import JobSpec
+from orchestrate.record.outcomes import Activity, Use
+from orchestrate.spec.spec import JobSpec
 
 USED = Use(exchanged=7, connected=1.0, sampled=2.0, gpu=False, torch=True, version="2.9")
 

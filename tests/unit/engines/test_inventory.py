@@ -15,7 +15,7 @@ from orchestrate.engines.docker.client import Daemon
 from orchestrate.engines.process import ProcessEngine
 from orchestrate.errors import EngineError, EngineLost, ResourceError, UsageError
 from orchestrate.files.paths import PROJECT
-from orchestrate.job.spec import IMAGE, JobSpec
+from orchestrate.spec.spec import IMAGE, JobSpec
 
 LISTING = b"\xff\nGPU 0: NVIDIA A100 (UUID: GPU-1)\nGPU 1: NVIDIA A100 (UUID: GPU-2)\n"
 LISTED = "GPU 0: A100 (UUID: GPU-7)\nGPU 1: A100 (UUID: GPU-8)"

@@ -11,8 +11,8 @@ from support.plans import HERE, plan, spec
 
 from orchestrate.engines import venv
 from orchestrate.engines.process import ProcessEngine
-from orchestrate.files import records
-from orchestrate.files.paths import JobPaths
+from orchestrate.host import records
+from orchestrate.record.paths import JobPaths
 
 
 @pytest.mark.parametrize("pip", [[], ["a"]])

@@ -13,9 +13,9 @@ from orchestrate.engines import base, sockets
 from orchestrate.engines.base import JobState
 from orchestrate.engines.process import ProcessEngine
 from orchestrate.errors import EngineError, UsageError
-from orchestrate.files import private
-from orchestrate.job.spec import JobSpec
-from orchestrate.job.store import new_id
+from orchestrate.host import private
+from orchestrate.record.run_dir import new_id
+from orchestrate.spec.spec import JobSpec
 
 
 def test_ids_must_differ_and_contain_the_name_of_the_job():

@@ -15,9 +15,9 @@ from orchestrate.errors import UsageError
 from orchestrate.export import compose as export_compose
 from orchestrate.export.compose import compose
 from orchestrate.files.paths import PACKAGE
-from orchestrate.job import owners, users
-from orchestrate.job.layers import resolve
-from orchestrate.job.spec import JobSpec
+from orchestrate.host import owners, users
+from orchestrate.spec.layers import resolve
+from orchestrate.spec.spec import JobSpec
 
 COMMAND = ["train.py", "--text", "$A ${B:-c}"]
 NODES = ("master", "trainer")
@@ -45,7 +45,7 @@ def test_a_node_must_get_the_jobs_settings():
         assert (node["image"], node["mem_limit"], node["cpus"], node["shm_size"]) == ("mine:1", "3g", "1.5", "2g")
         assert (node["memswap_limit"], node["pids_limit"]) == ("3g", "2730")
         assert node["tmpfs"] == [f"/tmp:size={3 << 29},mode=1777,nosuid,nodev,exec"]
-        assert node["user"] == "{}:{}".format(*users.nodes_of(JobSpec()) or (os.getuid(), os.getgid()))
+        assert node["user"] == "{}:{}".format(*users.nodes_of(JobSpec().user) or (os.getuid(), os.getgid()))
         env = node["environment"]
         assert (env["NODE_ROLE"], env["NODE_MODE"], env["NODE_NPROC"], env["NODE_GRACE"]) == (
             role,
@@ -86,7 +86,7 @@ def test_other_users_must_not_be_able_to_enter_the_run_directory(tmp_path, monke
     make_folder(compose(resolve({"command": COMMAND}), "digits"))
     run, job = Path("runs/digits").stat(), Path("runs/digits/job").stat()
     assert stat.S_IMODE(run.st_mode) == 0o700 and run.st_uid == os.getuid()
-    assert (job.st_uid, job.st_gid) == (users.nodes_of(JobSpec()) or (os.getuid(), os.getgid()))
+    assert (job.st_uid, job.st_gid) == (users.nodes_of(JobSpec().user) or (os.getuid(), os.getgid()))
 
 
 def replacements(run: Path, elsewhere: Path) -> list[Callable[[], object]]:

@@ -19,10 +19,10 @@ from orchestrate.export.compose import compose
 from orchestrate.export.kubernetes import kubernetes
 from orchestrate.export.slurm import slurm
 from orchestrate.files.paths import PROJECT
-from orchestrate.job import container
-from orchestrate.job.layers import resolve
-from orchestrate.job.limits import parse_size
-from orchestrate.job.spec import JobSpec
+from orchestrate.plan import container
+from orchestrate.spec.layers import resolve
+from orchestrate.spec.sizes import parse_size
+from orchestrate.spec.spec import JobSpec
 
 SPEC: dict[str, Any] = {"command": ["work.py", "--all"], "trainers": 2, "nproc_per_node": 2, "gpus": "none"}
 SPEC |= {"cpus": 2, "memory": "3g", "shm_size": "512m", "grace": "44.5s", "user": "1234:1234", "env": {"A": "b"}}

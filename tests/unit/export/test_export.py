@@ -12,7 +12,7 @@ from orchestrate.errors import UsageError
 from orchestrate.export import carries_node, shape
 from orchestrate.export.kubernetes import kubernetes
 from orchestrate.export.slurm import slurm
-from orchestrate.job.layers import read_file, resolve
+from orchestrate.spec.layers import read_file, resolve
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from support.exports import SPEC, objects, pod_of
 
 from orchestrate.errors import UsageError
 from orchestrate.export.kubernetes import kubernetes
-from orchestrate.job.layers import resolve
+from orchestrate.spec.layers import resolve
 
 OTHER = SPEC | {"image": "registry.example/mine:1", "gpus": "none", "volume": ""}
 

@@ -18,7 +18,7 @@ from support.waiting import eventually
 from orchestrate.errors import UsageError
 from orchestrate.export.slurm import slurm
 from orchestrate.files.paths import NODE, PACKAGE
-from orchestrate.job.layers import resolve
+from orchestrate.spec.layers import resolve
 
 
 def test_sbatch_options_must_be_whole_numbers_and_limited_to_what_the_job_needs():

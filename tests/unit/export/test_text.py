@@ -13,7 +13,7 @@ from support.odd_text import odd
 from orchestrate.errors import UsageError
 from orchestrate.export import document, shape
 from orchestrate.export.kubernetes import kubernetes
-from orchestrate.job.layers import resolve
+from orchestrate.spec.layers import resolve
 
 TEXTS = odd(300)
 ENV = {f"ODD_{number}": text for number, text in enumerate(TEXTS)}

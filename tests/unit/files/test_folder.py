@@ -15,11 +15,11 @@ from support.scripted import ALL_WELL, KILLED
 
 from orchestrate.files import folder, lines
 from orchestrate.files.folder import Folder
-from orchestrate.files.paths import JobPaths
-from orchestrate.job import store
+from orchestrate.record import run_dir
+from orchestrate.record.paths import JobPaths
+from orchestrate.show.screen import Shown
 from orchestrate.supervise import launch
 from orchestrate.supervise.job_files import JobFiles
-from orchestrate.view.screen import Shown
 
 CANARY = "a secret of the host"
 OUTSIDE = f'{CANARY}\n{{"step": 7, "secret": "{CANARY}"}}\n'
@@ -162,7 +162,7 @@ def test_a_link_in_place_of_a_job_folder_on_a_cluster_must_not_move_files_of_the
     assert untouched(outside) and not os.path.lexists(inside)
     assert not paths.shared.is_symlink() and os.listdir(paths.shared) == [] and CANARY not in json.dumps(data)
     assert any("the nodes have replaced the job's folder" in line for line in shown)
-    store.remove(paths)
+    run_dir.remove(paths)
     assert untouched(outside)
 
 
@@ -386,7 +386,7 @@ def test_set_id_bits_must_be_removed_whatever_names_and_modes_a_job_uses(tmp_pat
                 os._exit(0)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
     assert [stat.S_IMODE(program.stat().st_mode) for program in programs] == [0o755] * 2
-    store.remove(JobPaths(job_folder))
+    run_dir.remove(JobPaths(job_folder))
 
 
 def test_of_many_metrics_only_the_last_must_be_read(paths, monkeypatch):

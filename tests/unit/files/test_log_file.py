@@ -14,10 +14,10 @@ from support.scripted import ALL_WELL
 
 from orchestrate.errors import EngineError
 from orchestrate.files import log_file
-from orchestrate.files.paths import JobPaths
-from orchestrate.job.spec import JobSpec
+from orchestrate.record.paths import JobPaths
+from orchestrate.show.screen import Shown
+from orchestrate.spec.spec import JobSpec
 from orchestrate.supervise import launch
-from orchestrate.view.screen import Shown
 
 LOG = logging.getLogger("orchestrate.tests")
 

@@ -10,14 +10,15 @@ from support.plans import HERE, plan
 from support.repo import ROOT
 
 from orchestrate.errors import UsageError
-from orchestrate.files import lock, log_file, records
+from orchestrate.files import log_file
 from orchestrate.files.folder import regular, write_whole
-from orchestrate.files.paths import JobPaths
-from orchestrate.job import store, usage
-from orchestrate.job.logs import Follower, tail
-from orchestrate.job.recorder import Recorder
-from orchestrate.job.spec import JobSpec
-from orchestrate.job.times import TimesWriter
+from orchestrate.host import records
+from orchestrate.record import lock, run_dir, usage
+from orchestrate.record.logs import Follower, tail
+from orchestrate.record.paths import JobPaths
+from orchestrate.record.recorder import Recorder
+from orchestrate.record.times import TimesWriter
+from orchestrate.spec.spec import JobSpec
 from orchestrate.supervise.job_files import JobFiles
 
 SECRET = (
@@ -33,14 +34,14 @@ READERS = {  # file: a function that reads it, and returns whether it is empty
         )
     ),
     "metrics.jsonl": lambda paths: (JobFiles(paths).metrics(), JobFiles(paths).step()) == ([], 0),
-    "report.json": lambda paths: store.ended(paths) is None,
+    "report.json": lambda paths: run_dir.ended(paths) is None,
 }
 
 
 @pytest.fixture
 def paths(tmp_path):
     job = JobPaths(tmp_path / "run")
-    store.create(JobSpec(trainers=0), plan(JobSpec(trainers=0), HERE, "run", 29500), job)
+    run_dir.create(JobSpec(trainers=0), plan(JobSpec(trainers=0), HERE, "run", 29500), job)
     (tmp_path / "secret").write_text(SECRET)
     return job
 
@@ -75,12 +76,12 @@ def test_only_a_regular_file_must_be_read(paths, name, kind):
 
 @pytest.mark.parametrize("kind", ["link", "pipe"])
 def test_only_a_regular_file_must_be_accepted_as_a_plan(paths, kind):
-    assert store.load(paths)[1].job_id == "run"
+    assert run_dir.load(paths)[1].job_id == "run"
     text = paths.plan.read_text()
     writer = plant(paths, "plan.json", kind)
     (paths.root.parent / "secret").write_text(text)
     with pytest.raises(UsageError, match="does not contain a job that can continue"):
-        store.load(paths)
+        run_dir.load(paths)
     if kind == "pipe":
         os.close(writer)
 

@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.page import Page, run
 
-from orchestrate.job.spec import JobSpec
 from orchestrate.pages import charts, curves
 from orchestrate.pages.curves import BUCKETS, MAX_CURVES, MAX_NAME, progress, thinned
 from orchestrate.pages.page import drawn
 from orchestrate.pages.run import FEW, curves_of
+from orchestrate.spec.spec import JobSpec
 
 
 def test_repeated_steps_must_replace_those_before_the_restart():

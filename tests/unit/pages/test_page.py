@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 from support.commanded import Whole, create, supervise
 
-from orchestrate.files import records
-from orchestrate.files.paths import JobPaths
-from orchestrate.job.outcomes import WorkerExit
-from orchestrate.job.spec import JobSpec
+from orchestrate.host import records
 from orchestrate.pages.page import MAX_VALUE, page
 from orchestrate.pages.run import load
 from orchestrate.pages.spans import Moment, Span
+from orchestrate.record.outcomes import WorkerExit
+from orchestrate.record.paths import JobPaths
+from orchestrate.spec.spec import JobSpec
 
 
 def test_the_page_must_be_there_when_the_job_has_ended_for_others(tmp_path, monkeypatch):

@@ -13,11 +13,11 @@ from support.scripted import ALL_WELL, KILLED
 
 from orchestrate.errors import OrchestrateError, UsageError
 from orchestrate.files.folder import MAX_FILE
-from orchestrate.files.paths import JobPaths
-from orchestrate.job import store
-from orchestrate.job.spec import JobSpec
 from orchestrate.pages.page import write
 from orchestrate.pages.run import curves_of, load
+from orchestrate.record import run_dir
+from orchestrate.record.paths import JobPaths
+from orchestrate.spec.spec import JobSpec
 
 SPEC = JobSpec(trainers=2, grace=0.01, command=("-m", "app", "--name", "it's"), env={"API_TOKEN": "hunter2000"})
 
@@ -37,9 +37,9 @@ def test_settings_command_and_machine_must_be_those_of_the_job_without_secrets(t
         **{"trainers": "2", "grace": "0.01", "env": "{API_TOKEN: '***'}"},
         "before": f"[echo, '***{' x' * 60}']",
     }
-    plan = store.look(paths)[1]
+    plan = run_dir.look(paths)[1]
     inventory = dataclasses.replace(plan.inventory, memory=8 << 30)
-    store.keep(paths, dataclasses.replace(plan, gpus=("GPU-a", "GPU-b"), inventory=inventory), spec)
+    run_dir.keep(paths, dataclasses.replace(plan, gpus=("GPU-a", "GPU-b"), inventory=inventory), spec)
     paths.patch.write_text("+x\n")
     assert load(paths).machine == "Docker Engine 26.1.5, 8 cores, 2 GPUs, 8 GiB of memory"
     assert (found.patched, load(paths).patched) == (False, True)
@@ -63,7 +63,7 @@ def test_damaged_events_must_be_an_error_unless_the_job_is_a_copy(tmp_path):
     assert load(copy).spans == []
     os.truncate(copy.events, MAX_FILE + 1)
     with pytest.raises(UsageError, match="larger than 64 MiB"):  # not read as a whole, as it may be of any size
-        store.history(copy)
+        run_dir.history(copy)
 
 
 def test_links_of_a_comparison_must_lead_to_the_pages_that_are_there(tmp_path):
@@ -76,7 +76,7 @@ def test_links_of_a_comparison_must_lead_to_the_pages_that_are_there(tmp_path):
 
 def test_the_page_of_a_job_that_is_about_to_end_must_be_made_from_its_report(tmp_path):
     paths = finished(JobPaths(tmp_path / "a-1"))
-    write([paths], paths.page, not_none(store.ended(paths)) | {"world_size": 77})  # not from an earlier one
+    write([paths], paths.page, not_none(run_dir.ended(paths)) | {"world_size": 77})  # not from an earlier one
     assert "77 workers" in paths.page.read_text()
 
 

@@ -6,12 +6,12 @@ from support.page import Page, words
 from support.plans import HERE, plan
 
 from orchestrate import __version__
-from orchestrate.job import events
-from orchestrate.job.outcomes import Activity
-from orchestrate.job.spec import JobSpec
 from orchestrate.pages import site
-from orchestrate.view.progress import parse
-from orchestrate.view.state import View
+from orchestrate.record import events
+from orchestrate.record.outcomes import Activity
+from orchestrate.show.progress import parse
+from orchestrate.show.state import View
+from orchestrate.spec.spec import JobSpec
 
 
 def live(view: View, *lines: str) -> str:

@@ -5,7 +5,10 @@ from typing import Any
 import pytest
 from support.page import run
 
-from orchestrate.job.events import (
+from orchestrate.pages.curves import progress
+from orchestrate.pages.page import duration
+from orchestrate.pages.spans import Moment, moments, spans
+from orchestrate.record.events import (
     CheckpointSaved,
     CodeCopied,
     DiskFull,
@@ -28,10 +31,8 @@ from orchestrate.job.events import (
     WorkersLost,
     WorkersStarted,
 )
-from orchestrate.job.outcomes import Cause, Outcome, Reason
-from orchestrate.pages.curves import progress
-from orchestrate.pages.page import duration
-from orchestrate.pages.spans import Moment, moments, spans
+from orchestrate.record.outcomes import Cause, Outcome
+from orchestrate.spec.causes import Reason
 
 
 def ended(outcome: Outcome, seconds: float, generation: int = 0) -> GenerationEnded:

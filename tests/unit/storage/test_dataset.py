@@ -10,7 +10,7 @@ from support.methods import raising
 from support.object_stores import URL, Server
 
 from orchestrate.errors import StorageError, StorageLost
-from orchestrate.job.folders import cached_data
+from orchestrate.spec.folders import cached_data
 from orchestrate.storage import dataset
 from orchestrate.storage.base import Version
 from orchestrate.storage.store import open_store

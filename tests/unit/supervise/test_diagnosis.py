@@ -5,11 +5,11 @@ import dataclasses
 import pytest
 from support.plans import HERE, plan
 
-from orchestrate.job.logs import last_lines
-from orchestrate.job.outcomes import CAUSES, ObservedExit, Reason, WorkerExit
-from orchestrate.job.spec import JobSpec
-from orchestrate.supervise import diagnosis
-from orchestrate.supervise.diagnosis import diagnose, find_root_cause, is_peer_failure
+from orchestrate.record.logs import last_lines
+from orchestrate.record.outcomes import ObservedExit, WorkerExit
+from orchestrate.spec.causes import CAUSES, Reason
+from orchestrate.spec.spec import JobSpec
+from orchestrate.supervise.diagnosis import BY_CODE, BY_ENGINE, SUMMARY, diagnose, find_root_cause, is_peer_failure
 from orchestrate.supervise.symptoms import IN_ERRORS, IN_LINES
 
 GLOO = "RuntimeError: [gloo/transport/tcp/pair.cc:547] Connection closed by peer [172.18.0.3]:31337"
@@ -383,8 +383,8 @@ def test_a_cause_must_name_the_worker_its_node_and_its_host():
 
 
 def test_every_cause_must_be_listed():
-    named = {symptom.cause for symptom in IN_LINES + IN_ERRORS} | {kind for kind, _ in diagnosis.BY_CODE.values()}
-    assert named | set(diagnosis.BY_ENGINE) | set(diagnosis.SUMMARY) <= set(CAUSES)
+    named = {symptom.cause for symptom in IN_LINES + IN_ERRORS} | {kind for kind, _ in BY_CODE.values()}
+    assert named | set(BY_ENGINE) | set(SUMMARY) <= set(CAUSES)
 
 
 def test_a_missing_program_must_be_distinguished_from_a_missing_file():

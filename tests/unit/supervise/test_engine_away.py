@@ -6,8 +6,8 @@ from support.recording import RecordingEngine
 from support.scripted import ALL_WELL, KILLED, Job
 
 from orchestrate.errors import EngineError, EngineLost
-from orchestrate.job.outcomes import JobResult, Outcome, WorkerExit
-from orchestrate.job.spec import JobSpec
+from orchestrate.record.outcomes import JobResult, Outcome, WorkerExit
+from orchestrate.spec.spec import JobSpec
 
 
 class Leaving(RecordingEngine):

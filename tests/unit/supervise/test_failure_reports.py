@@ -8,8 +8,9 @@ from support.recording import RecordingEngine
 from support.scripted import ALL_WELL, KILLED
 
 from orchestrate.engines.base import Stop
-from orchestrate.job.outcomes import JobResult, Outcome, Reason, WorkerExit
-from orchestrate.job.spec import JobSpec
+from orchestrate.record.outcomes import JobResult, Outcome, WorkerExit
+from orchestrate.spec.causes import Reason
+from orchestrate.spec.spec import JobSpec
 
 RESET = "RuntimeError: Connection reset by peer\n"
 

@@ -6,8 +6,8 @@ from support.recording import RecordingEngine
 from support.scripted import ALL_WELL
 
 from orchestrate.errors import EngineLost
-from orchestrate.job.outcomes import Activity, JobResult, Outcome, WorkerExit
-from orchestrate.job.spec import JobSpec
+from orchestrate.record.outcomes import Activity, JobResult, Outcome, WorkerExit
+from orchestrate.spec.spec import JobSpec
 from orchestrate.supervise.hang import Position, late, parse_position
 
 TORCH = "/usr/lib/python3/dist-packages/torch"

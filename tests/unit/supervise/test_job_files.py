@@ -5,10 +5,10 @@ import os
 import pytest
 from support.plans import HERE
 
-from orchestrate.files.paths import JobPaths
-from orchestrate.job import metrics
+from orchestrate.record import metrics
+from orchestrate.record.paths import JobPaths
+from orchestrate.show.progress import Progress
 from orchestrate.supervise.job_files import JobFiles
-from orchestrate.view.progress import Progress
 
 
 @pytest.fixture

@@ -16,14 +16,15 @@ from support.plans import HERE, plan
 from support.scripted import ALL_WELL, KILLED
 
 from orchestrate.errors import EngineError, OrchestrateError, UsageError
-from orchestrate.files import folder, lock, records
+from orchestrate.files import folder
 from orchestrate.files.folder import Folder
-from orchestrate.files.paths import JobPaths
-from orchestrate.job import store
-from orchestrate.job.outcomes import WorkerExit
-from orchestrate.job.recorder import objects
-from orchestrate.job.spec import JobSpec
+from orchestrate.host import records
 from orchestrate.patience import Abandoned
+from orchestrate.record import lock, run_dir
+from orchestrate.record.outcomes import WorkerExit
+from orchestrate.record.paths import JobPaths
+from orchestrate.record.recorder import objects
+from orchestrate.spec.spec import JobSpec
 from orchestrate.supervise import launch
 
 
@@ -45,8 +46,8 @@ from orchestrate.supervise import launch
     ],
 )
 def test_a_job_must_have_a_name_that_is_valid_for_docker_and_dns(spec, name):
-    assert store.slug(spec) == name
-    assert store.new_id(spec).startswith(f"{name}-") and len(store.new_id(spec)) == len(name) + 5
+    assert run_dir.slug(spec) == name
+    assert run_dir.new_id(spec).startswith(f"{name}-") and len(run_dir.new_id(spec)) == len(name) + 5
 
 
 def test_a_script_path_must_be_relative_to_the_code_folder(tmp_path, monkeypatch):
@@ -118,12 +119,12 @@ def paths(tmp_path):
 
 def test_a_job_must_be_loaded_from_its_files(paths):
     create(paths)
-    spec, plan = store.load(paths)
+    spec, plan = run_dir.load(paths)
     assert (spec, plan.job_id, plan.command) == (SPEC, "a-1", SPEC.command)
     assert paths.logs.is_dir() and paths.checkpoints.is_dir()
     with pytest.raises(UsageError, match=f"cannot write to {paths.root}: File exists"):
         create(paths)
-    assert store.load(paths)[1].job_id == "a-1"  # still readable
+    assert run_dir.load(paths)[1].job_id == "a-1"  # still readable
 
 
 def test_a_job_on_a_cluster_must_have_its_files_in_the_nodes_folder(paths):
@@ -132,8 +133,8 @@ def test_a_job_on_a_cluster_must_have_its_files_in_the_nodes_folder(paths):
     create(paths, cluster="c-1")
     assert paths.shared.is_symlink() and not paths.shared.readlink().is_absolute()
     assert {path.name for path in inside.iterdir()} == {"logs", "checkpoints"}
-    store.move_from_cluster(paths)
-    assert not paths.shared.is_symlink() and paths.shared.is_dir() and store.load(paths)[1].job_id == "a-1"
+    run_dir.move_from_cluster(paths)
+    assert not paths.shared.is_symlink() and paths.shared.is_dir() and run_dir.load(paths)[1].job_id == "a-1"
     assert not inside.exists()
 
 
@@ -143,7 +144,7 @@ def test_a_job_on_a_cluster_must_have_its_files_in_the_nodes_folder(paths):
     [
         *((cluster, Folder, "make") for cluster in ("", "c-1", "a-1")),
         *((cluster, records, "write") for cluster in ("", "c-1", "a-1")),
-        *((cluster, store, "keep") for cluster in ("", "c-1", "a-1")),
+        *((cluster, run_dir, "keep") for cluster in ("", "c-1", "a-1")),
         *((cluster, Path, "symlink_to") for cluster in ("", "c-1")),
     ],
 )
@@ -172,14 +173,14 @@ def test_an_invalid_plan_must_be_refused_with_its_folder(paths, text):
     create(paths)
     paths.plan.write_text(text)
     with pytest.raises(UsageError, match=f"{paths.root} does not contain a job"):
-        store.load(paths)
+        run_dir.load(paths)
 
 
 def test_a_plan_with_an_unknown_key_must_be_refused(paths):
     create(paths)
     paths.plan.write_text(json.dumps({**json.loads(paths.plan.read_text()), "later": 1}))
     with pytest.raises(UsageError):
-        store.load(paths)
+        run_dir.load(paths)
 
 
 def test_the_plan_of_another_job_and_a_missing_job_folder_must_be_refused(paths):
@@ -187,38 +188,38 @@ def test_the_plan_of_another_job_and_a_missing_job_folder_must_be_refused(paths)
     text = paths.plan.read_text()
     records.write(paths.plan, text.replace('"a-1"', '"b-1"'))
     with pytest.raises(UsageError, match="its plan belongs to 'b-1'"):
-        store.load(paths)
+        run_dir.load(paths)
     records.write(paths.plan, text)
     shutil.rmtree(paths.shared)
     with pytest.raises(UsageError, match="job is missing"):
-        store.load(paths)
+        run_dir.load(paths)
 
 
 def test_a_job_folder_on_another_cluster_must_be_refused(paths):
     for name in ("c-1/nodes", "c-2/nodes/a-1"):
         (paths.root.parent / name).mkdir(parents=True)
     create(paths, cluster="c-1")
-    assert store.load(paths)
+    assert run_dir.load(paths)
     paths.shared.unlink()
     paths.shared.symlink_to("../c-2/nodes/a-1")
     with pytest.raises(UsageError, match="job is not a folder"):
-        store.load(paths)
+        run_dir.load(paths)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "7", '"succeeded"', "null", DEEP])
 def test_an_invalid_report_must_not_count_as_the_end_of_a_job(paths, text):
     create(paths)
-    assert store.ended(paths) is None
+    assert run_dir.ended(paths) is None
     records.write(paths.report, text)
-    assert store.ended(paths) is None
+    assert run_dir.ended(paths) is None
     end(paths, "rescaled")
-    assert store.ended(paths) is None
+    assert run_dir.ended(paths) is None
     end(paths)
-    assert not_none(store.ended(paths))["outcome"] == "succeeded"
+    assert not_none(run_dir.ended(paths))["outcome"] == "succeeded"
     whole = json.loads(paths.report.read_text())
     for key in ("outcome", "world_size", "failures"):
         records.write(paths.report, json.dumps({name: value for name, value in whole.items() if name != key}))
-        assert store.ended(paths) is None
+        assert run_dir.ended(paths) is None
 
 
 @pytest.mark.parametrize("name", ["job.yaml", "plan.json"])
@@ -229,7 +230,7 @@ def test_a_replaced_file_must_be_refused(paths, name):
         path.read_text().replace("engine: docker", "engine: process").replace("trainers: 2", "trainers: 1") + "\n"
     )
     with pytest.raises(UsageError, match=f"{name} has been changed"):
-        store.load(paths)
+        run_dir.load(paths)
 
 
 def test_a_replaced_report_must_not_count(paths):
@@ -237,18 +238,18 @@ def test_a_replaced_report_must_not_count(paths):
     end(paths)
     original = paths.report.read_text()
     paths.report.write_text(original.replace("succeeded", "failed"))
-    assert store.ended(paths) is None
+    assert run_dir.ended(paths) is None
     paths.report.write_text(original)
-    assert not_none(store.ended(paths))["outcome"] == "succeeded"
+    assert not_none(run_dir.ended(paths))["outcome"] == "succeeded"
 
 
 def test_a_job_must_be_removed_completely_or_raise_the_reason(paths):
     create(paths)
     paths.log(0).touch()
-    store.remove(paths)
+    run_dir.remove(paths)
     assert not paths.root.exists() and paths.root.parent.exists()
     with pytest.raises(OrchestrateError, match=f"cannot remove {paths.root}"):
-        store.remove(paths)
+        run_dir.remove(paths)
 
 
 def test_a_job_that_cannot_be_removed_must_keep_its_record(paths, monkeypatch):
@@ -260,7 +261,7 @@ def test_a_job_that_cannot_be_removed_must_keep_its_record(paths, monkeypatch):
     create(paths)
     monkeypatch.setattr(folder, "remove", fail)
     with pytest.raises(OrchestrateError, match=f"cannot remove {paths.root}.*Operation not permitted"):
-        store.remove(paths)
+        run_dir.remove(paths)
     assert records.find(paths.root)
 
 
@@ -278,7 +279,7 @@ def test_a_finished_job_must_have_a_report_and_events(paths):
     (paths.checkpoints / ".step-11.half" / "state.pt").touch()
     (paths.checkpoints / "last").symlink_to("step-10")
     data, shown = supervise(paths, Whole([KILLED], [ALL_WELL]))
-    assert store.ended(paths) == data
+    assert run_dir.ended(paths) == data
     assert (data["outcome"], data["generations"], data["final_metrics"]) == ("succeeded", 2, {"step": 4, "loss": 0.5})
     assert data["checkpoints"] == [str(paths.checkpoints / name / "state.pt") for name in sorted(names)]
     events = [*objects(paths.events.read_bytes().splitlines())]
@@ -286,7 +287,7 @@ def test_a_finished_job_must_have_a_report_and_events(paths):
     ended = events[-1]
     assert (ended["event"], ended["outcome"], ended["reason"]) == ("job_ended", "succeeded", "finished")
     assert data["duration_s"] == ended["seconds"]
-    assert store.load(paths)[1].generation == 1  # of the newest generation
+    assert run_dir.load(paths)[1].generation == 1  # of the newest generation
     assert [line for line in shown if line.startswith("generation 0 failed: rank 1 on trainer-1")]
     assert lock.holder(paths) is None
 
@@ -314,7 +315,7 @@ def test_the_files_of_nodes_that_may_still_write_must_be_neither_removed_nor_cop
         HERE.but(code=f"{tmp_path}/code", original="/w"),
         dataclasses.replace(SPEC, output=f"file://{tmp_path}"),
     )
-    store.create(spec, plan(spec, site, "a-1"), paths)
+    run_dir.create(spec, plan(spec, site, "a-1"), paths)
     engine = Whole([ALL_WELL])
     engine.down = raising(EngineError("stuck"))
     data, shown = supervise(paths, engine)
@@ -330,7 +331,7 @@ def test_a_report_must_describe_the_final_nodes_of_a_job(paths, monkeypatch):
     engine = Whole([KILLED], [[WorkerExit(0, 0), WorkerExit(1, 0)]])
     engine.start = after(engine.start, lambda: engine.missing.add("trainer-1"))
     data, _ = supervise(paths, engine)
-    assert (data["world_size"], store.load(paths)[1].nodes) == (2, ("master", "trainer-2"))
+    assert (data["world_size"], run_dir.load(paths)[1].nodes) == (2, ("master", "trainer-2"))
 
 
 def test_a_job_that_cannot_start_must_write_a_report_and_raise(paths):
@@ -339,7 +340,7 @@ def test_a_job_that_cannot_start_must_write_a_report_and_raise(paths):
     engine.missing = {"trainer-1"}
     with pytest.raises(EngineError, match="no such node"):
         supervise(paths, engine)
-    ended = not_none(store.ended(paths))
+    ended = not_none(run_dir.ended(paths))
     assert (ended["outcome"], ended["reason"]) == ("failed", "could not start: no such node")
     assert [*objects(paths.events.read_bytes().splitlines())][-1]["event"] == "job_ended"
 
@@ -385,7 +386,7 @@ def test_a_job_on_a_cluster_must_lock_it_and_get_its_files_back_at_the_end(paths
     assert data["outcome"] == "succeeded"
     assert seen == [inside.parent]  # the folder of the cluster's nodes
     assert locked == [paths, JobPaths(inside.parents[1])]
-    assert not paths.shared.is_symlink() and store.ended(paths) == data and not inside.exists()
+    assert not paths.shared.is_symlink() and run_dir.ended(paths) == data and not inside.exists()
     assert (paths.shared / "program").stat().st_mode & 0o7777 == 0o755
 
 
@@ -396,4 +397,4 @@ def test_a_job_that_is_given_up_must_have_a_report_with_what_is_left(paths, call
     setattr(engine, call, raising(Abandoned()))
     data, _ = supervise(paths, engine)
     assert data["outcome"] == ("stopped" if call == "up" else "succeeded")
-    assert data["left_behind"] and not_none(store.ended(paths))["left_behind"] == data["left_behind"]
+    assert data["left_behind"] and not_none(run_dir.ended(paths))["left_behind"] == data["left_behind"]

@@ -7,8 +7,8 @@ from support.recording import RecordingEngine
 from support.scripted import KILLED
 
 from orchestrate.errors import EngineError
-from orchestrate.job.outcomes import JobResult, Outcome
-from orchestrate.job.spec import JobSpec
+from orchestrate.record.outcomes import JobResult, Outcome
+from orchestrate.spec.spec import JobSpec
 from orchestrate.supervise.running import STOPPING_TIMEOUT
 from orchestrate.supervise.stores import Stores
 

@@ -3,8 +3,8 @@
 import pytest
 from support.plans import HERE, plan
 
-from orchestrate.job.outcomes import Cause, WorkerExit
-from orchestrate.job.spec import JobSpec
+from orchestrate.record.outcomes import Cause, WorkerExit
+from orchestrate.spec.spec import JobSpec
 from orchestrate.supervise.diagnosis import diagnose
 
 PLAN = plan(JobSpec(trainers=2), HERE, "j", 29500)

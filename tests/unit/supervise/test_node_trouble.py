@@ -4,8 +4,8 @@ import pytest
 from support.recording import RecordingEngine
 from support.scripted import ALL_WELL, Job
 
-from orchestrate.job.outcomes import JobResult, Outcome, WorkerExit
-from orchestrate.job.spec import JobSpec
+from orchestrate.record.outcomes import JobResult, Outcome, WorkerExit
+from orchestrate.spec.spec import JobSpec
 
 
 def troubled(job: Job, *times: tuple[float, float, str], workers: int = 3) -> RecordingEngine:

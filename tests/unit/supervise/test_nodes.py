@@ -13,9 +13,9 @@ from support.scripted import ALL_WELL, KILLED, Job
 
 from orchestrate.engines.base import Observed
 from orchestrate.errors import EngineError, EngineLost
-from orchestrate.job.outcomes import JobResult, Outcome, WorkerExit
-from orchestrate.job.plan import read_plan
-from orchestrate.job.spec import JobSpec
+from orchestrate.plan.plan import read_plan
+from orchestrate.record.outcomes import JobResult, Outcome, WorkerExit
+from orchestrate.spec.spec import JobSpec
 from orchestrate.supervise.job_files import JobFiles
 
 

@@ -12,9 +12,9 @@ from support.waiting import eventually
 
 from orchestrate.errors import EngineError
 from orchestrate.files import log_file
-from orchestrate.files.paths import JobPaths
-from orchestrate.job import events
-from orchestrate.job.outcomes import Outcome
+from orchestrate.record import events
+from orchestrate.record.outcomes import Outcome
+from orchestrate.record.paths import JobPaths
 from orchestrate.supervise import notify
 
 

@@ -15,15 +15,15 @@ from support.waiting import eventually
 
 from orchestrate import patience
 from orchestrate.console import stream
-from orchestrate.files.paths import JobPaths
-from orchestrate.job import store
-from orchestrate.job.outcomes import WorkerExit
-from orchestrate.job.spec import JobSpec
-from orchestrate.job.times import Times, TimesWriter
+from orchestrate.record import run_dir
+from orchestrate.record.outcomes import WorkerExit
+from orchestrate.record.paths import JobPaths
+from orchestrate.record.times import Times, TimesWriter
+from orchestrate.show.printer import Style
+from orchestrate.show.screen import Shown
+from orchestrate.spec.spec import JobSpec
 from orchestrate.supervise import launch, output
 from orchestrate.supervise.output import Output
-from orchestrate.view.printer import Style
-from orchestrate.view.screen import Shown
 
 
 @pytest.fixture
@@ -130,7 +130,7 @@ def test_output_of_replacement_nodes_must_be_shown_under_their_own_names(paths, 
 def test_lines_must_be_shown_from_the_last_shown_position(paths):
     create(paths)
     paths.log(0).write_text("".join(f"line {number}\n" for number in range(1000)))
-    follower = launch.rest(paths, *store.load(paths))
+    follower = launch.rest(paths, *run_dir.load(paths))
     last = [line.text for line in follower.lines()]
     assert last[-1] == "line 999" and len(last) < 1000
     with paths.log(0).open("a") as file:
@@ -147,7 +147,7 @@ def test_worker_output_must_be_shown_before_a_later_message_of_ours(paths):
         shown.append(line)
         release.set()
 
-    follower, plan = launch.rest(paths, *store.load(paths)), store.load(paths)[1]
+    follower, plan = launch.rest(paths, *run_dir.load(paths)), run_dir.load(paths)[1]
     out = Output(follower, plan, Shown(show), TimesWriter(paths.times), lambda: None)
     with out.following():
         paths.log(0).write_text("of a worker\n")
@@ -160,8 +160,8 @@ def test_worker_output_must_be_shown_before_a_later_message_of_ours(paths):
 
 def test_the_times_and_colors_of_all_lines_must_be_kept(paths):
     create(paths)
-    (_, plan), shown = store.load(paths), []
-    follower = launch.rest(paths, *store.load(paths))
+    (_, plan), shown = run_dir.load(paths), []
+    follower = launch.rest(paths, *run_dir.load(paths))
     style = Style(colors=True)
     out = Output(follower, plan, Shown(shown.append, style=style), TimesWriter(paths.times), lambda: None)
     with out.following():
@@ -285,7 +285,7 @@ def test_output_that_is_not_read_must_not_keep_a_job_that_was_asked_to_stop(path
     def late(number: int, frame: object) -> None:
         raise patience.Abandoned
 
-    follower, plan = launch.rest(paths, *store.load(paths)), store.load(paths)[1]
+    follower, plan = launch.rest(paths, *run_dir.load(paths)), run_dir.load(paths)[1]
     out = Output(follower, plan, Shown(show), TimesWriter(paths.times), lambda: None)
     handler = signal.signal(patience.SIGNAL, late)
     try:

@@ -5,8 +5,9 @@ from functools import partial
 
 import pytest
 
-from orchestrate.job.outcomes import ACTIONS, CAUSES, RULES, Cause, GenerationResult, Outcome, Reason
-from orchestrate.job.spec import JobSpec
+from orchestrate.record.outcomes import Cause, GenerationResult, Outcome
+from orchestrate.spec.causes import ACTIONS, CAUSES, RULES, Reason
+from orchestrate.spec.spec import JobSpec
 from orchestrate.supervise import policy
 from orchestrate.supervise.policy import Decision
 

@@ -7,8 +7,8 @@ from support.scripted import ALL_WELL, KILLED, AtOnce, WhenAsked
 
 from orchestrate.engines.base import Observed, Stop
 from orchestrate.errors import EngineLost
-from orchestrate.job.outcomes import JobResult, Outcome, WorkerExit
-from orchestrate.job.spec import JobSpec
+from orchestrate.record.outcomes import JobResult, Outcome, WorkerExit
+from orchestrate.spec.spec import JobSpec
 from orchestrate.supervise.nodes import REJOIN_INTERVAL
 
 

@@ -5,11 +5,11 @@ from support.recording import RecordingEngine
 from support.scripted import ALL_WELL, Clock, Job
 
 from orchestrate.errors import EngineError
-from orchestrate.job import events
-from orchestrate.job.history import History
-from orchestrate.job.outcomes import GenerationResult, Outcome, WorkerExit
-from orchestrate.job.recorder import Recorder
-from orchestrate.job.spec import JobSpec
+from orchestrate.record import events
+from orchestrate.record.history import History
+from orchestrate.record.outcomes import GenerationResult, Outcome, WorkerExit
+from orchestrate.record.recorder import Recorder
+from orchestrate.spec.spec import JobSpec
 
 
 def test_a_resumed_job_must_have_its_restart_budget_again(tmp_path):

@@ -8,8 +8,8 @@ from support.recording import RecordingEngine
 from support.scripted import ALL_WELL, Job
 
 from orchestrate.engines.base import Observed
-from orchestrate.job.recorder import Recorder
-from orchestrate.job.spec import JobSpec
+from orchestrate.record.recorder import Recorder
+from orchestrate.spec.spec import JobSpec
 from orchestrate.supervise import saves
 from orchestrate.supervise.job_files import JobFiles
 from orchestrate.supervise.running import Running

@@ -5,8 +5,8 @@ from support.methods import after
 from support.recording import RecordingEngine
 from support.scripted import ALL_WELL, KILLED, Job, WhenAsked
 
-from orchestrate.job.outcomes import JobResult, Outcome, WorkerExit
-from orchestrate.job.spec import JobSpec
+from orchestrate.record.outcomes import JobResult, Outcome, WorkerExit
+from orchestrate.spec.spec import JobSpec
 
 SPEC = JobSpec(trainers=2, grace=0.01, spares=1)
 

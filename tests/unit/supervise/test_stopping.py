@@ -11,10 +11,10 @@ from support.scripted import ALL_WELL, KILLED
 
 from orchestrate.engines.base import Stop, never
 from orchestrate.errors import EngineError
-from orchestrate.job import events
-from orchestrate.job.outcomes import JobResult, Outcome, WorkerExit
-from orchestrate.job.spec import JobSpec
 from orchestrate.patience import Abandoned
+from orchestrate.record import events
+from orchestrate.record.outcomes import JobResult, Outcome, WorkerExit
+from orchestrate.spec.spec import JobSpec
 from orchestrate.supervise.job_files import JobFiles
 
 

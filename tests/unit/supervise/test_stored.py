@@ -17,12 +17,12 @@ from orchestrate import console
 from orchestrate.engines.base import never
 from orchestrate.errors import StorageError, StorageLost
 from orchestrate.files.folder import Folder
-from orchestrate.files.paths import JobPaths
-from orchestrate.job import events
-from orchestrate.job.recorder import Recorder
-from orchestrate.job.report import Copied
-from orchestrate.job.spec import JobSpec
 from orchestrate.node.ranks import FENCE
+from orchestrate.record import events
+from orchestrate.record.paths import JobPaths
+from orchestrate.record.recorder import Recorder
+from orchestrate.record.report import Copied
+from orchestrate.spec.spec import JobSpec
 from orchestrate.storage.base import PART
 from orchestrate.storage.content import Progress
 from orchestrate.storage.manifest import manifest_key

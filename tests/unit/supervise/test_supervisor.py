@@ -10,11 +10,11 @@ from support.scripted import ALL_WELL, KILLED
 
 from orchestrate.engines.base import Observed, Stop
 from orchestrate.errors import EngineError, ResourceError
-from orchestrate.job.events import WarningIssued
-from orchestrate.job.outcomes import JobResult, Outcome, WorkerExit
-from orchestrate.job.report import line
-from orchestrate.job.spec import JobSpec
-from orchestrate.view.progress import Progress
+from orchestrate.record.events import WarningIssued
+from orchestrate.record.outcomes import JobResult, Outcome, WorkerExit
+from orchestrate.record.report import line
+from orchestrate.show.progress import Progress
+from orchestrate.spec.spec import JobSpec
 
 
 def test_a_job_must_succeed_only_when_all_workers_have(job):

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from support.plans import HERE, plan
 
-from orchestrate.job.outcomes import WorkerExit
-from orchestrate.job.spec import JobSpec
+from orchestrate.record.outcomes import WorkerExit
+from orchestrate.spec.spec import JobSpec
 from orchestrate.supervise.diagnosis import diagnose
 from orchestrate.supervise.symptoms import IN_ERRORS, IN_LINES, Symptom
 

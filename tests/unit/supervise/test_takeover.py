@@ -11,9 +11,10 @@ from support.recording import RecordingEngine
 from support.scripted import ALL_WELL, KILLED
 
 from orchestrate.errors import EngineLost
-from orchestrate.job import events
-from orchestrate.job.outcomes import Cause, JobResult, Outcome, Reason, Use, WorkerExit
-from orchestrate.job.spec import JobSpec
+from orchestrate.record import events
+from orchestrate.record.outcomes import Cause, JobResult, Outcome, Use, WorkerExit
+from orchestrate.spec.causes import Reason
+from orchestrate.spec.spec import JobSpec
 
 
 def died(job, *happened: events.Event) -> None:

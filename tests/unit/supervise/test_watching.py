@@ -9,13 +9,13 @@ from support.recording import RecordingEngine
 from support.scripted import ALL_WELL, KILLED
 
 from orchestrate import console
-from orchestrate.files.paths import JobPaths
-from orchestrate.job import usage
-from orchestrate.job.events import Event, JobEnded, SupervisorStarted
-from orchestrate.job.spec import JobSpec
+from orchestrate.record import usage
+from orchestrate.record.events import Event, JobEnded, SupervisorStarted
+from orchestrate.record.paths import JobPaths
+from orchestrate.show.screen import Screen, Shown
+from orchestrate.spec.spec import JobSpec
 from orchestrate.supervise import launch
 from orchestrate.supervise.running import Watch
-from orchestrate.view.screen import Screen, Shown
 
 
 class Seen(Screen):

@@ -12,8 +12,8 @@ from support.scripted import ALL_WELL, Job
 
 from orchestrate.errors import EngineError
 from orchestrate.files.work import Copy
-from orchestrate.job.outcomes import Outcome, WorkerExit
-from orchestrate.job.spec import JobSpec
+from orchestrate.record.outcomes import Outcome, WorkerExit
+from orchestrate.spec.spec import JobSpec
 from orchestrate.supervise.job_files import JobFiles
 
 

@@ -9,7 +9,7 @@ from orchestrate.cli.main import main
 from orchestrate.engines import choice
 from orchestrate.engines.docker.address import SOCKET, TLS, address
 from orchestrate.errors import EngineError, ResourceError
-from orchestrate.job.layers import resolve
+from orchestrate.spec.layers import resolve
 
 
 @pytest.mark.parametrize(("host", "name", "current", "expected"), CASES)

@@ -10,8 +10,8 @@ from support.answers import Job
 
 from orchestrate.engines.docker import labels
 from orchestrate.engines.docker.session import DockerSession
-from orchestrate.job.spec import IMAGE, JobSpec
 from orchestrate.node.trees import identity
+from orchestrate.spec.spec import IMAGE, JobSpec
 
 SPEC = JobSpec(trainers=1, image="mine:1")
 CREATE, END = "POST /containers/create", "POST /containers/made/wait"

@@ -9,7 +9,7 @@ from support.manager_stub import container, settled
 from orchestrate.engines.base import JobState
 from orchestrate.engines.docker import labels
 from orchestrate.engines.docker.session import DockerSession
-from orchestrate.job.spec import JobSpec
+from orchestrate.spec.spec import JobSpec
 
 COMPOSE = "com.docker.compose."
 BAD = [

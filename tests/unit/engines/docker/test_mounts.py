@@ -12,9 +12,9 @@ from orchestrate.engines.docker import mounts as mounts_module
 from orchestrate.engines.docker.mounts import check_link, check_script, masks
 from orchestrate.engines.swarm.upload import code_files
 from orchestrate.errors import EngineError, UsageError
-from orchestrate.files import mountinfo, private, records
-from orchestrate.files.paths import JobPaths
+from orchestrate.host import mountinfo, private, records
 from orchestrate.node.trees import identity
+from orchestrate.record.paths import JobPaths
 
 TREE = (
     ".env",

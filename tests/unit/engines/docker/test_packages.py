@@ -13,7 +13,7 @@ from support.answers import Job
 from orchestrate.engines.docker import packages
 from orchestrate.engines.docker.client import Daemon
 from orchestrate.errors import EngineLost, OrchestrateError, ResourceError
-from orchestrate.job.spec import JobSpec
+from orchestrate.spec.spec import JobSpec
 
 SETTINGS = ("CA_BUNDLE", "BUILD_NETWORK", *packages.SOURCES)
 

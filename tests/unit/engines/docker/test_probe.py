@@ -12,8 +12,8 @@ from orchestrate.engines.docker import probe
 from orchestrate.engines.docker.client import Daemon
 from orchestrate.engines.process import ProcessEngine
 from orchestrate.errors import ResourceError
-from orchestrate.job.gpus import Gpu
-from orchestrate.job.spec import IMAGE, JobSpec
+from orchestrate.host.gpus import Gpu
+from orchestrate.spec.spec import IMAGE, JobSpec
 
 TORCH = "import torch\nprint('cuda', torch.cuda.is_available())\n"
 

@@ -9,7 +9,7 @@ import pytest
 from orchestrate.engines.docker import program
 from orchestrate.errors import EngineError
 from orchestrate.files.paths import PACKAGE
-from orchestrate.job.spec import JobSpec
+from orchestrate.spec.spec import JobSpec
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="must be root for nodes of another user")
 

@@ -11,10 +11,9 @@ from support.ends import KEY
 
 from orchestrate.engines.docker.session import DockerSession
 from orchestrate.errors import EngineError, EngineLost, ResourceError, UsageError
-from orchestrate.files import records
-from orchestrate.files.paths import JobPaths
-from orchestrate.job import users
-from orchestrate.job.spec import JobSpec
+from orchestrate.host import records, users
+from orchestrate.record.paths import JobPaths
+from orchestrate.spec.spec import JobSpec
 
 
 @pytest.fixture
@@ -142,7 +141,7 @@ def test_services_must_be_removed_after_their_failures_and_output_are_reported(j
 @pytest.mark.parametrize("cluster", ["c", "j"])
 def test_services_must_belong_to_a_job_and_not_to_the_cluster_that_it_runs_on(job, cluster):
     nodes = JobPaths(job.folder / "runs" / "c")
-    nodes.create(owner=users.nodes_of(SPEC))
+    nodes.create(owner=users.nodes_of(SPEC.user))
     records.make(nodes.root, KEY)
     session = job.session(spec(job), nodes.shared, cluster=cluster)
     if cluster == "j":  # the nodes of the cluster itself

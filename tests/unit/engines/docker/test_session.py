@@ -22,9 +22,9 @@ from orchestrate.engines.docker import client as daemon_module
 from orchestrate.engines.docker import session as docker_module
 from orchestrate.engines.docker import toolkit
 from orchestrate.errors import EngineError, EngineLost
-from orchestrate.files import writable
 from orchestrate.files.paths import PROJECT
-from orchestrate.job.spec import JobSpec
+from orchestrate.host import writable
+from orchestrate.spec.spec import JobSpec
 
 
 @pytest.fixture

@@ -18,8 +18,8 @@ from support.waiting import eventually
 from orchestrate.engines.base import JobState, Stop
 from orchestrate.engines.docker import session as docker_module
 from orchestrate.errors import EngineError, EngineLost
-from orchestrate.files.paths import JobPaths
-from orchestrate.job.outcomes import WorkerExit
+from orchestrate.record.outcomes import WorkerExit
+from orchestrate.record.paths import JobPaths
 
 
 @pytest.fixture

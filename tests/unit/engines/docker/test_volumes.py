@@ -7,7 +7,7 @@ from support.plans import spec
 
 from orchestrate.engines.docker import image, volumes
 from orchestrate.errors import ResourceError
-from orchestrate.job.spec import JobSpec
+from orchestrate.spec.spec import JobSpec
 
 
 def test_volumes_of_an_image_that_our_mounts_replace_must_be_left_out(answers, daemon):

@@ -17,9 +17,9 @@ from orchestrate.engines.swarm import manager
 from orchestrate.engines.swarm.manager import Manager, total_gpus
 from orchestrate.engines.swarm.objects import SwarmJob
 from orchestrate.errors import EngineError, EngineLost, ResourceError
-from orchestrate.files.paths import JobPaths
-from orchestrate.job import users
-from orchestrate.job.spec import IMAGE, JobSpec
+from orchestrate.host import users
+from orchestrate.record.paths import JobPaths
+from orchestrate.spec.spec import IMAGE, JobSpec
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def user_of(managed: SwarmJob) -> str:
 def paths(tmp_path):
     """The files of the job `j`."""
     job = JobPaths(tmp_path / "j")
-    job.create(owner=users.nodes_of(JobSpec()))
+    job.create(owner=users.nodes_of(JobSpec().user))
     return job
 
 

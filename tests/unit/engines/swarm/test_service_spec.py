@@ -16,7 +16,7 @@ from orchestrate.engines.docker import labels
 from orchestrate.engines.swarm import service_spec
 from orchestrate.errors import ResourceError
 from orchestrate.files.paths import NODE
-from orchestrate.job.spec import JobSpec
+from orchestrate.spec.spec import JobSpec
 
 
 def task_of(

@@ -23,9 +23,9 @@ from orchestrate.engines.swarm.engine import SwarmEngine
 from orchestrate.engines.swarm.session import SwarmSession
 from orchestrate.engines.swarm.upload import on_each, packed
 from orchestrate.errors import EngineError, ResourceError, UsageError
-from orchestrate.files import records
-from orchestrate.job.spec import IMAGE, JobSpec
+from orchestrate.host import records
 from orchestrate.node import protocol
+from orchestrate.spec.spec import IMAGE, JobSpec
 
 
 @pytest.fixture

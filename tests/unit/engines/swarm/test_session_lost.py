@@ -10,8 +10,8 @@ from support.swarm_nodes import FakeSession, connected, down, job, state, sync, 
 
 from orchestrate.engines.swarm import session as swarm
 from orchestrate.errors import EngineError
-from orchestrate.job.outcomes import WorkerExit
 from orchestrate.node.lease import LEASE_TIMEOUT
+from orchestrate.record.outcomes import WorkerExit
 
 
 @pytest.fixture

@@ -14,9 +14,9 @@ from support.waiting import eventually
 
 from orchestrate.engines.swarm import sync as sync_module
 from orchestrate.engines.swarm.sync import OWN
-from orchestrate.files.paths import JobPaths
 from orchestrate.node import protocol
 from orchestrate.node.files import PIECE
+from orchestrate.record.paths import JobPaths
 
 
 def test_a_file_must_be_fetched_once_and_again_when_it_has_changed(folder, synced):

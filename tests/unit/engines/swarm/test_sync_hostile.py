@@ -15,8 +15,8 @@ from support.waiting import eventually
 
 from orchestrate.engines.connection import NodeConnection
 from orchestrate.engines.swarm.sync import FileSync
-from orchestrate.files.paths import JobPaths
 from orchestrate.node.auth import Signer
+from orchestrate.record.paths import JobPaths
 
 
 class Hostile(threading.Thread):

@@ -7,7 +7,7 @@ from support.manager_stub import host, scale, settled
 from support.swarm_nodes import SPEC
 
 from orchestrate.engines.swarm import manager
-from orchestrate.job.spec import JobSpec
+from orchestrate.spec.spec import JobSpec
 
 
 @pytest.fixture

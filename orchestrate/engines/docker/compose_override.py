@@ -1,0 +1,31 @@
+"""The Compose file that adds a job's own settings to docker-compose.yml. Pure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import yaml
+
+from orchestrate.spec.spec import JobSpec
+
+PATHS = ("source", "target")  # of a mount
+SECRETS = "/run/secrets"  # folder in nodes for secret files
+SECRETS_SPACE = "1m"
+
+
+def document(spec: JobSpec, mounts: list[dict[str, Any]], devices: dict[str, Any]) -> str:
+    """Return the Compose file; `mounts` and `devices` are added to every node, and Compose expands no variables."""
+    node = {
+        "volumes": [{key: literal(value) if key in PATHS else value for key, value in each.items()} for each in mounts],
+        "tmpfs": [f"{SECRETS}:size={SECRETS_SPACE},mode=1777,nosuid,nodev,noexec"],
+        "labels": {name: literal(value) for name, value in spec.labels.items()},
+        **devices,
+    }
+    ports = {"ports": [f"127.0.0.1:{pair}" for pair in spec.ports]} if spec.ports else {}
+    networks = {"networks": {"job": {"internal": True}}} if spec.isolated else {}
+    return yaml.safe_dump({"services": {"master": node | ports, "trainer": node}, **networks}, allow_unicode=True)
+
+
+def literal(text: str) -> str:
+    """Escape text, so that Compose expands no variables in it."""
+    return text.replace("$", "$$")

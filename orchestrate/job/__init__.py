@@ -1,1 +1,0 @@
-"""A job as data: its specification, plan, events, outcome and files."""

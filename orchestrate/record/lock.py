@@ -1,0 +1,104 @@
+"""The lock that limits a job to one supervisor: it ends with the process, and nodes cannot see the file."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import signal
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from orchestrate.record.paths import JobPaths
+
+# struct flock of Linux and macOS: type, whence, start, length, and the process id that the kernel fills in.
+_FLOCK, _PID = ("hhqqi", 4) if sys.platform == "linux" else ("qqihh", 2)
+_FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+@dataclass(frozen=True)
+class Supervisor:
+    """The process that holds a job's lock; the process id is 0 if it is not proven to be our supervisor."""
+
+    pid: int
+    started: str  # start time, to detect a reused process id
+
+    def __str__(self) -> str:
+        """Describe it in messages."""
+        return f"process {self.pid}" if self.pid else "another process"
+
+    def ask_to_stop(self) -> bool:
+        """Send SIGTERM; return False if the process is gone, or is no longer the supervisor that was found."""
+        if self.pid <= 1:
+            return False
+        with contextlib.suppress(ProcessLookupError):
+            if not hasattr(os, "pidfd_open"):
+                os.kill(self.pid, signal.SIGTERM)
+                return True
+            process = os.pidfd_open(self.pid)
+            try:
+                if _started(self.pid) == self.started:
+                    signal.pidfd_send_signal(process, signal.SIGTERM)
+                    return True
+            finally:
+                os.close(process)
+        return False
+
+
+@contextmanager
+def held(paths: JobPaths) -> Iterator[None]:
+    """Hold the lock of a job; raises BlockingIOError if another process holds it, OSError if it cannot be written."""
+    with os.fdopen(os.open(paths.lock, _FLAGS | os.O_CREAT, 0o600), "r+b", buffering=0) as file:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        file.truncate()
+        try:
+            file.write(f"{os.getpid()} {_started(os.getpid())}".encode())
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(paths.lock)) from None
+        yield
+
+
+def holder(paths: JobPaths) -> Supervisor | None:
+    """Return the running supervisor of a job, or None.
+
+    The kernel reports whether the file is locked. The holder is proven to be a supervisor by the content of the file:
+    it has the process id that the kernel reports, and the start time of that process.
+    """
+    try:
+        with os.fdopen(os.open(paths.lock, _FLAGS), "r+b") as file:
+            pid = _lock_owner(file)
+            if pid is None:
+                return None
+            number, _, started = file.read(100).decode(errors="replace").partition(" ")
+    except OSError:  # missing, or of another user and not readable
+        return None
+    proven = pid > 1 and number == str(pid) and started and _started(pid) == started
+    return Supervisor(pid if proven else 0, started)
+
+
+def _lock_owner(file: BinaryIO) -> int | None:
+    """Return the process that holds the lock, or None: 0 in another PID namespace, -1 for an open file description."""
+    values = {4: (fcntl.F_WRLCK, 0, 0, 0, 0), 2: (0, 0, 0, fcntl.F_WRLCK, 0)}[_PID]
+    answer = struct.unpack(_FLOCK, fcntl.fcntl(file, fcntl.F_GETLK, struct.pack(_FLOCK, *values)))
+    kind = answer[0] if _PID == 4 else answer[3]
+    return None if kind == fcntl.F_UNLCK else int(answer[_PID])
+
+
+def _started(pid: int) -> str:
+    """Return the start time of a process of this user, in the system's format; empty if gone or another user's."""
+    try:
+        if sys.platform == "linux":
+            path = Path(f"/proc/{pid}")
+            if path.stat().st_uid != os.geteuid():
+                return ""
+            return path.joinpath("stat").read_text().rpartition(")")[2].split()[19]  # field 22 of proc(5)
+        found = subprocess.run(["ps", "-o", "lstart=", "-p", str(pid), "-U", str(os.geteuid())], capture_output=True)
+        return found.stdout.decode().strip()
+    except (OSError, IndexError):
+        return ""

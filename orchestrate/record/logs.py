@@ -1,0 +1,171 @@
+"""Worker output for display: lines read from the logs of ranks, safe for a terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
+
+from orchestrate import console
+from orchestrate.files.folder import Folder, regular
+from orchestrate.files.lines import Lines
+from orchestrate.files.paths import LOGS, log
+from orchestrate.node.trees import data
+from orchestrate.record.paths import JobPaths
+
+TAIL = 1 << 16  # bytes read at the end of a log
+MAX_TAIL = 256 << 20  # bytes at the end of a log in which its last lines are looked for
+MAX_BAR = 1 << 12  # bytes at the end of an unterminated line in which a progress bar is looked for
+NOISE = re.compile(  # what torch's C++ code prints after an error
+    r"(?:\[rank\d+\]: ?)?(?:frame #\d+: .*\(0x[0-9a-f]+|Exception raised from .* \(most recent call first\):$"
+    r"|CUDA kernel errors might be asynchronously |For debugging consider passing CUDA_LAUNCH_BLOCKING"
+    r"|Compile with `TORCH_USE_CUDA_DSA`|Search for `cuda)"
+)
+MARK = b"[node] generation "  # start of the line that a node writes before the output of each later generation
+
+
+class Line(NamedTuple):
+    """A line of a worker's output."""
+
+    rank: int
+    text: str
+    offset: int  # of its first byte in the log
+
+
+def clean(line: bytes, colors: bool = False) -> str:
+    """Decode a line: the final state of a progress bar, without terminal control sequences except for colors."""
+    text = line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace")
+    return console.clean(text, colors)
+
+
+class Follower:
+    """Reads new lines from the logs of one job."""
+
+    def __init__(
+        self,
+        paths: JobPaths,
+        ranks: Iterable[int],
+        marks: bool = True,
+        hide: Callable[[str], str] = str,
+        colors: bool = False,
+    ) -> None:
+        """Read the logs of `ranks`.
+
+        `marks` includes the lines that mark a new generation; `hide` removes secrets from a line; `colors` keeps the
+        sequences that set colors.
+        """
+        self.paths, self.marks, self.hide, self.colors = paths, marks, hide, colors
+        self.read: dict[int, Lines] = {}
+        self.silent = True  # whether no worker has written anything yet
+        self.heard: Callable[[int, str], None] = lambda rank, line: None  # gets each line of a worker
+        self.follow(ranks)
+
+    def follow(self, ranks: Iterable[int]) -> None:
+        """Read these ranks from now on, each from its last position."""
+        self.ranks = sorted(ranks)
+        self.read |= {rank: Lines() for rank in self.ranks if rank not in self.read}
+
+    def skip(self, last: int) -> None:
+        """Skip existing output, except for the last lines of each log (at most `last` bytes)."""
+        for rank, folder in self._each():
+            with contextlib.suppress(OSError), regular(_name(rank), folder) as file:
+                self.read[rank].skip(file, last)
+
+    def tail(self, lines: int) -> None:
+        """Skip output before the last `lines` lines of each log."""
+        for rank, folder in self._each():
+            with contextlib.suppress(OSError), regular(_name(rank), folder) as file:
+                self.read[rank].tail(file, lines, MAX_TAIL)
+                self.silent = self.silent and not self.read[rank].offset
+
+    def near_end(self, most: int) -> None:
+        """Skip output that is more than `most` bytes before the end of a log."""
+        for rank, folder in self._each():
+            with contextlib.suppress(OSError), regular(_name(rank), folder) as file:
+                self.read[rank].near_end(file, most)
+
+    def lines(self, end: bool = False, most: float = float("inf")) -> Iterator[Line]:
+        """Yield the lines written since the last call, grouped by rank; `end` includes a last line without a newline.
+
+        Reads about `most` bytes of each log.
+        """
+        for rank, folder in self._each():
+            read, last = self.read[rank], end
+            with contextlib.suppress(OSError), regular(_name(rank), folder) as file:
+                for line in read.new(file, most):
+                    mark = line.startswith(MARK)
+                    self.silent = self.silent and mark
+                    text = self.hide(clean(line))
+                    if not mark:
+                        self.heard(rank, text)
+                    if self.marks or not mark:
+                        yield Line(rank, self._colored(line, text), read.begin)
+                last = end and not data(file, read.offset, 1)[1]
+            if last and read.partial:
+                self.silent = False
+                self.heard(rank, text := self.hide(clean(line := read.rest())))
+                yield Line(rank, self._colored(line, text), read.begin)
+
+    def _colored(self, line: bytes, text: str) -> str:
+        """Return a line with its colors; without, if they may be within a secret that `text` hides."""
+        return clean(line, self.colors) if self.colors and clean(line) == text else text
+
+    def bars(self) -> dict[int, str]:
+        """The progress bars of workers, by rank: unterminated lines with a carriage return."""
+        partial = {rank: _end(self.read[rank].partial) for rank in self.ranks}
+        return {rank: self.hide(clean(text)) for rank, text in partial.items() if b"\r" in text}
+
+    def offsets(self) -> dict[int, int]:
+        """How many bytes of each log have been read."""
+        return {rank: read.offset for rank, read in self.read.items()}
+
+    def _each(self) -> Iterator[tuple[int, int]]:
+        """Each rank with a descriptor of the log folder; nothing if that folder does not exist."""
+        with contextlib.suppress(OSError), self.paths.folder.opened(LOGS) as folder:
+            for rank in self.ranks:
+                yield rank, folder
+
+
+def _end(line: bytes) -> bytes:
+    """Return the end of a long line, from a carriage return on, so that no secret is cut."""
+    if len(line) <= MAX_BAR:
+        return line
+    at = line.find(b"\r", -MAX_BAR)
+    return line[at:] if at >= 0 else b""
+
+
+def _name(rank: int) -> str:
+    return os.path.basename(log(rank))
+
+
+def tail(folder: Folder, rank: int) -> str:
+    """The end of a worker's log, as text that is safe for a terminal."""
+    try:
+        with folder.open(log(rank)) as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL))
+            return "\n".join(map(clean, file.read(TAIL).removesuffix(b"\n").split(b"\n")))
+    except OSError:
+        return ""
+
+
+def last_lines(text: str, generation: int, count: int) -> list[str]:
+    """The last lines that a worker wrote in a generation; of a dump of all its stacks, only the first part.
+
+    `text` is the end of its log. Lines before a dump are kept: they are the worker's own. C++ stack frames and torch's
+    general advice, of which NCCL's watchdog prints dozens of lines, are left out.
+    """
+    mark = f"{MARK.decode()}{generation}"
+    lines = text.rpartition(mark + "\n")[2].splitlines() if generation else text.splitlines()
+    lines = [line for line in lines if not NOISE.match(line)]
+    if text.endswith(mark):
+        return []
+    fatal = [i for i, line in enumerate(lines) if line.startswith("Fatal Python error: ")]
+    if not fatal:
+        return lines[-count:]
+    dump = [line for line in lines[fatal[-1] :] if "/orchestrate/node/zygote.py" not in line]
+    current = [i for i, line in enumerate(dump) if line.startswith("Current thread")]
+    stack = dump[current[0] :] if current else dump[1:]
+    head = [*[line for line in lines[: fatal[-1]] if line.strip()][-(count // 3) :], lines[fatal[-1]]]
+    return head + [line for line in stack if line.strip() and not line.startswith("Extension modules")][: count // 2]

@@ -1,0 +1,54 @@
+"""What the workers of a running job use, for other processes: written by its supervisor while one of them asks."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Mapping
+
+from orchestrate.files.folder import content, write_whole
+from orchestrate.record.outcomes import Activity
+from orchestrate.record.paths import JobPaths
+
+ASKED_FOR = 10.0  # seconds for which the supervisor writes after it was asked
+
+
+def ask(paths: JobPaths) -> None:
+    """Ask the supervisor of a job to write what its workers use; raises OSError."""
+    descriptor = os.open(paths.usage_asked, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    try:
+        os.utime(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def asked(paths: JobPaths) -> bool:
+    """Whether another process has asked recently."""
+    with contextlib.suppress(OSError):
+        return abs(time.time() - paths.usage_asked.lstat().st_mtime) < ASKED_FOR
+    return False
+
+
+def write(paths: JobPaths, found: Mapping[int, Activity]) -> None:
+    """Write what the workers use, by rank; raises OSError."""
+    rows = {rank: {"state": doing.state, "cpu": doing.cpu, "memory": doing.memory} for rank, doing in found.items()}
+    write_whole(paths.usage, json.dumps({"time": time.time(), "workers": rows}) + "\n")
+
+
+def read(paths: JobPaths) -> tuple[float, dict[int, Activity]]:
+    """Return when the supervisor wrote the file, in seconds since 1970, and its content; 0 if there is none."""
+    try:
+        data = json.loads(content(paths.usage))
+        rows = data["workers"].items()
+        found = {int(rank): Activity(str(row["state"]), float(row["cpu"]), int(row["memory"])) for rank, row in rows}
+        return float(data["time"]), found
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return 0.0, {}
+
+
+def remove(paths: JobPaths) -> None:
+    """Remove the files, once the job has ended; raises OSError."""
+    for path in (paths.usage, paths.usage_asked):
+        path.unlink(missing_ok=True)

@@ -1,0 +1,49 @@
+"""Where a supervisor shows a job: messages, the output of workers, and its state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from orchestrate.plan.plan import Plan
+from orchestrate.record.events import Event
+from orchestrate.record.outcomes import Activity
+from orchestrate.show.printer import Style
+from orchestrate.show.progress import Progress
+
+
+class Screen:
+    """Shows nothing; a picture of the job overrides these methods, which two threads call."""
+
+    # Called every second with the activity of the workers, by rank; None if it is not displayed.
+    watch: Callable[[Mapping[int, Activity]], None] | None = None
+
+    def began(self, seconds: float) -> None:
+        """Take how long ago the job began, if that was before the screen was there."""
+
+    def planned(self, plan: Plan) -> None:
+        """Take the plan of the next generation."""
+
+    def event(self, event: Event) -> None:
+        """Take an event."""
+
+    def heard(self, rank: int, found: Progress | None) -> None:
+        """Take a line that a worker has written: what it says about its progress."""
+
+    def refresh(self, bars: Callable[[], Mapping[int, Progress | None]]) -> None:
+        """Draw again; `bars` returns the progress bars by rank, which are not in any line yet."""
+
+
+@dataclass(frozen=True)
+class Shown:
+    """Where everything about a job is shown."""
+
+    message: Callable[[str], None]  # gets the supervisor's messages
+    output: Callable[[str], None] | None = None  # gets the lines of workers; as `message` if it is None
+    style: Style = Style()  # of these lines
+    screen: Screen = field(default_factory=Screen)
+
+    @property
+    def show(self) -> Callable[[str], None]:
+        """Return what gets the lines of workers."""
+        return self.output or self.message

@@ -1,0 +1,110 @@
+"""Folders and files of this machine that a job names: `data`, `mounts`, `dockerfile` and others."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import unquote
+
+from orchestrate.errors import UsageError
+from orchestrate.host import private
+from orchestrate.spec.inputs import MOUNT, OF_SHELL
+from orchestrate.spec.source import GIT
+from orchestrate.spec.spec import JobSpec
+from orchestrate.spec.values import STORAGE_URL
+
+FILE_URL = "file://"
+DATA = "/data"  # folder in containers with a folder for each name of `data`
+
+
+@dataclass(frozen=True)
+class Mount:
+    """A folder or file of this machine, and its path in nodes."""
+
+    source: str  # absolute
+    target: str  # absolute
+    writable: bool
+
+
+def with_absolute(spec: JobSpec) -> JobSpec:
+    """Return the spec with absolute paths, so that it means the same in any folder; raises UsageError for bad paths."""
+    data = {name: path if is_url(path) else _data(name, path) for name, path in spec.data.items()}
+    mounts = [_absolute(text) for text in spec.mounts]
+    secrets = {name: source if source == OF_SHELL else _path(source) for name, source in spec.files.items()}
+    return dataclasses.replace(
+        spec,
+        source=spec.source if not spec.source or spec.source.startswith(GIT) else _path(spec.source),
+        data=data,
+        mounts=mounts,
+        secrets=spec.secrets | secrets,
+        dockerfile=spec.dockerfile and _path(spec.dockerfile),
+        services=spec.services and _existing(spec.services, "services", folder=False),
+    )
+
+
+def _data(name: str, text: str) -> str:
+    path = unquote(text.removeprefix(FILE_URL)) if text.startswith(FILE_URL) else text
+    return _existing(path, f"data.{name}", folder=True)
+
+
+def _path(text: str) -> str:
+    return os.path.abspath(os.path.expanduser(text))
+
+
+def _absolute(text: str) -> str:
+    source, target, mode = _parts(text)
+    return f"{_existing(source, 'mounts', folder=False)}:{target}:{mode}"
+
+
+def _parts(text: str) -> tuple[str, str, str]:
+    match = re.fullmatch(MOUNT, text)
+    assert match
+    return match[1], match[2] or "/", match[3] or "ro"
+
+
+def _existing(path: str, key: str, folder: bool) -> str:
+    found = Path(_path(path))
+    try:
+        if folder and not found.is_dir():
+            what = "is not a folder" if found.exists() else "does not exist"
+            raise UsageError(f"{key}: {found} {what}", "check the path; relative paths start at the current folder")
+        found.stat()
+    except OSError as error:
+        raise UsageError(f"{key}: {found}: {error.strerror}", "check the path") from None
+    return str(found)
+
+
+def is_url(path: str) -> bool:
+    """Whether the data of a job is in an object store, and not in a folder."""
+    return re.match(STORAGE_URL, path) is not None and not path.startswith(FILE_URL)
+
+
+def cached_data(url: str) -> Path:
+    """Return the folder in which data of an object store is cached."""
+    return private.cache("data") / hashlib.sha256(url.rstrip("/").encode()).hexdigest()[:16] / "files"
+
+
+def without_stores(spec: JobSpec) -> JobSpec:
+    """Return the spec without data of object stores, which is in no folder of this machine before it is fetched."""
+    return dataclasses.replace(spec, data={name: path for name, path in spec.data.items() if not is_url(path)})
+
+
+def data_folders(spec: JobSpec) -> dict[str, str]:
+    """Return the folder on this machine of each entry of `data`."""
+    return {name: str(cached_data(path)) if is_url(path) else path for name, path in spec.data.items()}
+
+
+def data_paths(spec: JobSpec) -> dict[str, str]:
+    """Return the path in containers of each folder of `data`."""
+    return {name: f"{DATA}/{name}" for name in spec.data}
+
+
+def mounts(spec: JobSpec) -> list[Mount]:
+    """Return what to mount in containers, besides the code folder and the job folder."""
+    data = [Mount(source, f"{DATA}/{name}", writable=False) for name, source in data_folders(spec).items()]
+    others = [_parts(text) for text in spec.mounts]
+    return data + [Mount(source, os.path.normpath(target), mode == "rw") for source, target, mode in others]

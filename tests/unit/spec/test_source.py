@@ -1,0 +1,134 @@
+"""URLs of Git repositories, and their errors."""
+
+import contextlib
+import os
+import shutil
+from urllib.parse import quote
+
+import pytest
+from support.repositories import commit
+
+from orchestrate.errors import ResourceError, UsageError
+from orchestrate.host import writable
+from orchestrate.spec import source
+from orchestrate.spec.layers import resolve
+from orchestrate.spec.spec import JobSpec
+
+
+@pytest.mark.parametrize(
+    ("text", "url", "revision", "folder"),
+    [
+        ("git+https://host/a/b.git", "https://host/a/b.git", "HEAD", ""),
+        ("git+https://me@host/a/b@v1", "https://me@host/a/b", "v1", ""),
+        ("git+ssh://git@host/a@feature/x#sub/dir", "ssh://git@host/a", "feature/x", "sub/dir"),
+        ("git+ssh://git@host:22/a", "ssh://git@host:22/a", "HEAD", ""),
+        ("git+file:///a/b@abc", "file:///a/b", "abc", ""),
+    ],
+)
+def test_a_url_must_be_split(text, url, revision, folder):
+    assert source.parsed(text) == source.Repository(url, revision, folder)
+
+
+@pytest.mark.parametrize("text", ["git+https://h/a#../b", "git+https://h/a#/b", "git+https://h/a@--upload-pack=x"])
+def test_a_url_that_leads_elsewhere_must_be_refused(text):
+    with pytest.raises(UsageError, match="source: "):
+        source.parsed(text)
+
+
+@pytest.mark.parametrize("host", ["localhost", "elsewhere", "[::1"])
+def test_a_host_that_git_would_ignore_must_be_refused(host):
+    with pytest.raises(UsageError, match="source: a file:// URL has no host"):
+        source.parsed(f"git+file://{host}/a/b")
+
+
+@pytest.mark.parametrize("text", ["git+ext::sh -c x", "git+http://me:pass@host/a", "git+/a/b", "git+git@host:a"])
+def test_other_protocols_must_be_refused_without_repeating_a_password(text):
+    with pytest.raises(UsageError, match="source must be") as caught:
+        resolve({"source": text})
+    assert "pass@" not in str(caught.value)
+
+
+@pytest.mark.parametrize("url", ["git+https://me:pass@host/a", f"git+https://ghp_{'x' * 30}@host/a"])
+def test_a_password_in_the_url_must_be_refused_and_not_repeated(url):
+    with pytest.raises(UsageError, match="source: the URL contains a password or token") as caught:
+        source.parsed(url)
+    assert "pass@" not in str(caught.value) and "ghp_" not in str(caught.value)
+
+
+def test_an_error_of_git_must_be_shown_without_its_advice(tmp_path, monkeypatch):
+    (tmp_path / "ssh").write_text("#!/bin/sh\necho 'me@host: Permission denied (publickey).' >&2; exit 255\n")
+    (tmp_path / "ssh").chmod(0o755)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("GIT_SSH_COMMAND", str(tmp_path / "ssh"))
+    expected = r"publickey\)\.; fatal: Could not read from remote repository\.$"
+    with pytest.raises(ResourceError, match=expected):
+        source.check_out(source.parsed("git+ssh://me@host/a"))
+
+
+def test_a_protocol_that_only_the_shell_allows_must_be_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("GIT_ALLOW_PROTOCOL", "git")
+    with pytest.raises(ResourceError, match="transport 'git' not allowed"):
+        source.check_out(source.Repository("git://127.0.0.1:1/a", "HEAD", ""))
+
+
+@pytest.mark.parametrize("name", [b"\xff", "ü".encode(), b"a%41 b"])
+@pytest.mark.parametrize("links", [True, False])
+def test_git_must_read_the_path_that_was_checked(repository, tmp_path, monkeypatch, name, links):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path = os.fsencode(tmp_path / "mine") + b"/" + name
+    os.mkdir(tmp_path / "mine")
+    if links:
+        os.symlink(repository, path)
+        writable.note([tmp_path / "mine"])
+    else:
+        shutil.copytree(repository, os.fsdecode(path))
+    where = source.parsed(f"git+file://{quote(path)}")
+    with pytest.raises(UsageError, match="/mine") if links else contextlib.nullcontext():
+        assert source.check_out(where).is_dir()
+
+
+def test_a_path_with_a_null_must_be_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with pytest.raises(UsageError, match="names no path"):
+        source.check_out(source.parsed(f"git+file://{tmp_path}%00/x"))
+
+
+@pytest.mark.parametrize("linked", [".git", ".git/objects"])
+def test_a_repository_that_a_job_could_write_must_not_be_fetched(repository, tmp_path, monkeypatch, linked):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    ours = tmp_path / "mine" / "repo"
+    shutil.copytree(repository, ours)
+    shutil.rmtree(ours / linked)
+    (ours / linked).symlink_to(repository / linked)
+    writable.note([tmp_path / "mine"])
+    with pytest.raises(UsageError, match=f" {tmp_path}/mine, where a job "):
+        source.check_out(source.parsed(f"git+file://{ours}"))
+
+
+def test_a_cache_that_cannot_be_used_and_a_missing_git_must_be_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(ResourceError, match="source: no git command on PATH"):
+        source.check_out(repository := source.parsed("git+https://host/a"))
+    shutil.rmtree(repository.cache)
+    repository.cache.touch()
+    with pytest.raises(ResourceError, match=f"source: cannot write to {repository.cache}: "):
+        source.check_out(repository)
+
+
+def test_what_an_interrupted_checkout_has_left_must_not_prevent_a_later_one(repository):
+    where = source.parsed(f"git+file://{repository}")
+    folder = source.check_out(where)
+    (folder.parent / f".{folder.name}").mkdir()  # as if this run had ended before it renamed the folder
+    (folder.parent / f".{folder.name}" / "half").touch()
+    shutil.rmtree(folder)
+    assert source.check_out(where) == folder and os.listdir(folder) == ["train.py"]
+
+
+def test_a_folder_of_a_repository_that_is_a_link_to_elsewhere_must_be_refused(repository):
+    (repository / "src").symlink_to("/etc")
+    commit(repository)
+    with pytest.raises(UsageError, match="src leads out of the repository"):
+        source.enter(JobSpec(source=f"git+file://{repository}#src"))
