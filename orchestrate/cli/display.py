@@ -20,9 +20,9 @@ from orchestrate.plan.plan import Plan
 from orchestrate.record import run_dir
 from orchestrate.record.events import OURS, Event, to_line
 from orchestrate.record.paths import JobPaths
+from orchestrate.record.progress import Progress
 from orchestrate.show.folded import Folded, PlainScreen
 from orchestrate.show.printer import Style
-from orchestrate.show.progress import Progress
 from orchestrate.show.screen import Screen, Shown
 from orchestrate.show.state import seconds_left
 from orchestrate.spec.redact import Mask

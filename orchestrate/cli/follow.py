@@ -11,8 +11,8 @@ from orchestrate.errors import UsageError
 from orchestrate.record import events, lock, run_dir, usage
 from orchestrate.record.logs import Follower
 from orchestrate.record.paths import JobPaths
+from orchestrate.record.progress import Reader
 from orchestrate.show.printer import Style
-from orchestrate.show.progress import Reader
 from orchestrate.show.screen import Screen
 from orchestrate.spec.spec import JobSpec
 from orchestrate.supervise.output import LAST_LINES_TIMEOUT, Printing, listen

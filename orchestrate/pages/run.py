@@ -26,8 +26,8 @@ from orchestrate.record import run_dir
 from orchestrate.record.events import Event
 from orchestrate.record.metrics import MAX_METRICS, MAX_ROWS, measurements
 from orchestrate.record.paths import JobPaths
-from orchestrate.show.progress import MAX_LINE, Epochs, Reader
-from orchestrate.show.progress import Progress as Printed
+from orchestrate.record.progress import MAX_LINE, Epochs, Reader
+from orchestrate.record.progress import Progress as Printed
 from orchestrate.spec.redact import Mask, redacted
 from orchestrate.spec.sizes import format_bytes
 from orchestrate.spec.spec import FIELDS, JobSpec

@@ -16,7 +16,7 @@ from orchestrate.record.events import Event
 from orchestrate.record.metrics import measurements
 from orchestrate.record.outcomes import Activity
 from orchestrate.record.paths import JobPaths
-from orchestrate.show.progress import Progress
+from orchestrate.record.progress import Progress
 from orchestrate.show.screen import Screen
 from orchestrate.show.state import View, status
 

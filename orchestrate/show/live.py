@@ -14,8 +14,8 @@ from orchestrate import console
 from orchestrate.clock import SYSTEM, Clock
 from orchestrate.plan.plan import Plan
 from orchestrate.record.paths import JobPaths
+from orchestrate.record.progress import Progress
 from orchestrate.show.folded import Folded
-from orchestrate.show.progress import Progress
 from orchestrate.show.render import picture
 
 INTERVAL = 0.25  # seconds between two pictures, at least

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from orchestrate.plan.plan import Plan
 from orchestrate.record.events import Event
 from orchestrate.record.outcomes import Activity
+from orchestrate.record.progress import Progress
 from orchestrate.show.printer import Style
-from orchestrate.show.progress import Progress
 
 
 class Screen:

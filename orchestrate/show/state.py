@@ -15,8 +15,8 @@ from orchestrate.record import events, report
 from orchestrate.record.events import Event
 from orchestrate.record.metrics import TOTAL, is_number, listed, plain, shown
 from orchestrate.record.outcomes import Activity
+from orchestrate.record.progress import Epochs, Progress
 from orchestrate.record.steps import Steps
-from orchestrate.show.progress import Epochs, Progress
 
 PACES = 30  # steps whose duration is kept for each rank
 EVENTS = 4  # that are shown

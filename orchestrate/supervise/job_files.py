@@ -21,8 +21,8 @@ from orchestrate.plan.plan import Placement
 from orchestrate.record import logs
 from orchestrate.record.metrics import MAX_LINE, MAX_METRICS, MAX_ROWS, fold, measurements
 from orchestrate.record.paths import JobPaths
+from orchestrate.record.progress import Progress
 from orchestrate.record.report import Written
-from orchestrate.show.progress import Progress
 from orchestrate.supervise.printed import Printed
 
 LAST_LINES, MAX_WIDTH = 12, 2000  # lines of a failed worker that are reported, and characters of each

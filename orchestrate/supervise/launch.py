@@ -26,9 +26,9 @@ from orchestrate.record.events import OURS, Event, JobEnded, NodesDown, Supervis
 from orchestrate.record.logs import Follower
 from orchestrate.record.outcomes import JobResult, Outcome
 from orchestrate.record.paths import JobPaths
+from orchestrate.record.progress import Reader
 from orchestrate.record.recorder import Recorder
 from orchestrate.record.times import TimesWriter
-from orchestrate.show.progress import Reader
 from orchestrate.show.screen import Shown
 from orchestrate.spec import command, strict_yaml
 from orchestrate.spec.redact import Mask

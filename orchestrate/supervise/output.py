@@ -19,9 +19,9 @@ from orchestrate.record.events import Event, WorkersStarted
 from orchestrate.record.logs import Follower
 from orchestrate.record.outcomes import Activity
 from orchestrate.record.paths import JobPaths
+from orchestrate.record.progress import Progress, Reader, parse
 from orchestrate.record.times import TimesWriter
 from orchestrate.show.printer import Printer, Style
-from orchestrate.show.progress import Progress, Reader, parse
 from orchestrate.show.screen import Screen, Shown
 from orchestrate.supervise.running import Watch
 

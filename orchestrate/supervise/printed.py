@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from orchestrate.show.progress import Progress
+from orchestrate.record.progress import Progress
 
 MAX_NAMES = 100  # metrics that are kept, the last ones
 LAST = 5  # last lines with metrics in which a number counts that has never changed, such as the final accuracy

@@ -19,7 +19,7 @@ from orchestrate.files.lines import Lines
 from orchestrate.files.paths import METRICS
 from orchestrate.record.metrics import TOTAL, measurements
 from orchestrate.record.paths import JobPaths
-from orchestrate.show.progress import Epochs, Progress
+from orchestrate.record.progress import Epochs, Progress
 from orchestrate.supervise.tfevents import EventFile
 
 log = logging.getLogger(__name__)

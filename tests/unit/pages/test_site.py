@@ -9,7 +9,7 @@ from orchestrate import __version__
 from orchestrate.pages import site
 from orchestrate.record import events
 from orchestrate.record.outcomes import Activity
-from orchestrate.show.progress import parse
+from orchestrate.record.progress import parse
 from orchestrate.show.state import View
 from orchestrate.spec.spec import JobSpec
 

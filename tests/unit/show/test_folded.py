@@ -9,8 +9,8 @@ from support.scripted import Clock
 
 from orchestrate.record import events, run_dir
 from orchestrate.record.outcomes import Activity
+from orchestrate.record.progress import parse
 from orchestrate.show.folded import Folded, PlainScreen
-from orchestrate.show.progress import parse
 from orchestrate.show.state import status
 from orchestrate.spec.spec import JobSpec
 

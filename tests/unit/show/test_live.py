@@ -15,9 +15,9 @@ from support.scripted import Clock
 from orchestrate import console
 from orchestrate.record import events, run_dir
 from orchestrate.record.outcomes import Activity, Outcome
+from orchestrate.record.progress import parse
 from orchestrate.show.folded import Folded, PlainScreen
 from orchestrate.show.live import MAX_LINES, LiveScreen, shown
-from orchestrate.show.progress import parse
 from orchestrate.show.render import picture, spark
 from orchestrate.show.state import PACES, View
 from orchestrate.spec.spec import JobSpec

@@ -7,7 +7,7 @@ from support.plans import HERE, plan
 
 from orchestrate.record import events
 from orchestrate.record.outcomes import Activity, Outcome
-from orchestrate.show.progress import parse
+from orchestrate.record.progress import parse
 from orchestrate.show.state import MAX_NAMES, View, clock, status, worst_first
 from orchestrate.spec.spec import JobSpec
 

@@ -7,7 +7,7 @@ from support.plans import HERE
 
 from orchestrate.record import metrics
 from orchestrate.record.paths import JobPaths
-from orchestrate.show.progress import Progress
+from orchestrate.record.progress import Progress
 from orchestrate.supervise.job_files import JobFiles
 
 

@@ -12,8 +12,8 @@ from orchestrate.engines.base import Observed, Stop
 from orchestrate.errors import EngineError, ResourceError
 from orchestrate.record.events import WarningIssued
 from orchestrate.record.outcomes import JobResult, Outcome, WorkerExit
+from orchestrate.record.progress import Progress
 from orchestrate.record.report import line
-from orchestrate.show.progress import Progress
 from orchestrate.spec.spec import JobSpec
 
 

@@ -7,7 +7,7 @@ import threading
 from support.tensorboard import curves
 from support.waiting import eventually
 
-from orchestrate.show.progress import Progress
+from orchestrate.record.progress import Progress
 from orchestrate.spec.redact import Mask
 from orchestrate.supervise.tensorboard import PATTERN, Board
 

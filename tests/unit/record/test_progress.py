@@ -7,7 +7,7 @@ import pytest
 
 from orchestrate.errors import UsageError
 from orchestrate.record.logs import Follower
-from orchestrate.show.progress import MAX_LINE, Epochs, Progress, Reader, parse
+from orchestrate.record.progress import MAX_LINE, Epochs, Progress, Reader, parse
 from orchestrate.show.screen import Screen
 from orchestrate.spec.layers import read_set, resolve
 from orchestrate.supervise.output import listen
