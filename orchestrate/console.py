@@ -23,6 +23,7 @@ _ESCAPES = re.compile(
     r"|\x1b\][^\x07\x1b\n]*(?:\x07|\x1b\\)?"  # window title, clipboard
     r"|\x1b[@-Z\\-_]?|[\x00-\x08\x0b-\x1f\x7f-\x9f]"
 )
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # with which all of them begin: a fast search
 _COLOR, RESET = re.compile(r"\x1b\[[0-9;:]*m"), "\x1b[0m"
 _INVISIBLE = re.compile(  # Unicode categories Cf, Zl and Zp, except U+200D, which joins emoji
     "[\u00ad\u0600-\u0605\u061c\u06dd\u070f\u0890\u0891\u08e2\u180e\u200b\u200c\u200e\u200f\u2028-\u202e\u2060-\u206f"
@@ -72,7 +73,7 @@ def clean(text: str, colors: bool = False) -> str:
     """
     if colors and "\x1b[" in text:
         text = _ESCAPES.sub(lambda found: found[0] if _COLOR.fullmatch(found[0]) else "", text) + RESET
-    else:
+    elif _CONTROL.search(text):
         text = _ESCAPES.sub("", text)
     return text if text.isascii() else _INVISIBLE.sub("", text)
 

@@ -23,7 +23,7 @@ from orchestrate.record.paths import JobPaths
 from orchestrate.record.progress import Progress
 from orchestrate.show.folded import Folded, PlainScreen
 from orchestrate.show.printer import Style
-from orchestrate.show.screen import Screen, Shown
+from orchestrate.show.screen import Display, Screen
 from orchestrate.show.state import seconds_left
 from orchestrate.spec.redact import Mask
 
@@ -64,18 +64,18 @@ class JsonScreen(Folded):
 
 
 @contextlib.contextmanager
-def shown(args: argparse.Namespace, plan: Plan, paths: JobPaths, keys: str = STOPS) -> Iterator[Shown]:
+def shown(args: argparse.Namespace, plan: Plan, paths: JobPaths, keys: str = STOPS) -> Iterator[Display]:
     """Show a job during a `with` block, as the options of the command say; raises OrchestrateError.
 
     `keys` describes what Ctrl-C does.
     """
     style = style_of(args, plan)
     if quiet(args):
-        yield Shown(_important, lambda line: None, style, Screen())
+        yield Display(_important, lambda line: None, style, Screen())
         return
     output = print_message if args.print_path or args.json else partial(stream, colored=style.colors)
     with _screen(args, plan, paths, keys) as screen:
-        yield Shown(print_message, output, style, screen)
+        yield Display(print_message, output, style, screen)
 
 
 def style_of(args: argparse.Namespace, plan: Plan) -> Style:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from orchestrate.cli import defaults
 from orchestrate.cli.arguments import flags
+from orchestrate.cli.script import check_script
 from orchestrate.console import print_message
 from orchestrate.errors import UsageError
 from orchestrate.files.paths import hidden
@@ -16,7 +17,6 @@ from orchestrate.spec import folders, requirements, secret_files, source
 from orchestrate.spec.layers import read_file, read_set, resolve
 from orchestrate.spec.redact import HIDDEN
 from orchestrate.spec.spec import APP, JobSpec, unencodable
-from orchestrate.supervise import launch
 from orchestrate.supervise.notify import is_url
 
 OURS = ("--detach", "--dry-run", "--engine", "--nodes", "--nproc-per-node", "--trainers")  # that change what is run
@@ -50,7 +50,7 @@ def spec_of(args: argparse.Namespace) -> JobSpec:
             print_message(f"warning: {word} comes after the script, and so is an argument of the script")
     if why := unencodable(spec):
         raise UsageError(why, "export LC_ALL=C.UTF-8")
-    return launch.check_script(spec)
+    return check_script(spec)
 
 
 def _with_requirements(spec: JobSpec) -> JobSpec:

@@ -21,7 +21,7 @@ class Lines:
         self.offset = 0
         self.partial = b""  # an incomplete line
         self.start = 0  # offset of that line
-        self.begin = 0  # offset of the line that was returned last
+        self.begin = 0  # offset of what was returned last
 
     def skip(self, file: BinaryIO, last: int) -> None:
         """Skip to the first line that begins within the last `last` bytes of the file."""
@@ -51,7 +51,14 @@ class Lines:
             self.skip(file, most)
 
     def new(self, file: BinaryIO, most: float = float("inf")) -> Iterator[bytes]:
-        """Yield the lines since the last call, without line breaks, from about `most` bytes of the file.
+        """Yield the lines since the last call, without line breaks, from about `most` bytes of the file."""
+        for lines in self.blocks(file, most):
+            for line in lines.split(b"\n"):
+                yield line
+                self.begin += len(line) + 1
+
+    def blocks(self, file: BinaryIO, most: float = float("inf")) -> Iterator[bytes]:
+        """Yield the lines since the last call, many at a time, without the line break of the last one.
 
         What is written meanwhile is left to the next call: it could go on forever.
         """
@@ -64,10 +71,13 @@ class Lines:
                 self.start = self.offset
             self.offset += len(chunk)
             most -= len(chunk)
-            *lines, self.partial = (self.partial + chunk).split(b"\n")
-            for line in lines:
-                self.begin, self.start = self.start, self.start + len(line) + 1
-                yield line
+            if (end := chunk.rfind(b"\n")) < 0:
+                self.partial += chunk
+            else:
+                lines, self.partial = self.partial + chunk[:end], chunk[end + 1 :]
+                del chunk  # so that there are not two copies
+                self.begin, self.start = self.start, self.offset - len(self.partial)
+                yield lines
             if len(self.partial) >= MAX_LINE:
                 yield self.rest()
 

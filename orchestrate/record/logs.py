@@ -13,7 +13,9 @@ from orchestrate.files.folder import Folder, regular
 from orchestrate.files.lines import Lines
 from orchestrate.files.paths import LOGS, log
 from orchestrate.node.trees import data
+from orchestrate.plan.plan import Plan
 from orchestrate.record.paths import JobPaths
+from orchestrate.spec.spec import JobSpec
 
 TAIL = 1 << 16  # bytes read at the end of a log
 MAX_TAIL = 256 << 20  # bytes at the end of a log in which its last lines are looked for
@@ -23,6 +25,7 @@ NOISE = re.compile(  # what torch's C++ code prints after an error
     r"|CUDA kernel errors might be asynchronously |For debugging consider passing CUDA_LAUNCH_BLOCKING"
     r"|Compile with `TORCH_USE_CUDA_DSA`|Search for `cuda)"
 )
+LAST_OUTPUT = 4096  # bytes of earlier output of each rank that `attach` shows
 MARK = b"[node] generation "  # start of the line that a node writes before the output of each later generation
 
 
@@ -34,10 +37,28 @@ class Line(NamedTuple):
     offset: int  # of its first byte in the log
 
 
-def clean(line: bytes, colors: bool = False) -> str:
-    """Decode a line: the final state of a progress bar, without terminal control sequences except for colors."""
-    text = line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace")
-    return console.clean(text, colors)
+class Block(NamedTuple):
+    """Lines that a worker has written one after the other: without secrets, and safe for a terminal."""
+
+    rank: int
+    text: str
+    colored: str  # the same with colors, if they are kept
+    raw: bytes  # as they are in the log
+    offset: int  # of their first byte in the log
+
+    def lines(self) -> Iterator[Line]:
+        """Yield each line."""
+        offset = self.offset
+        for text, raw in zip(self.colored.split("\n"), self.raw.split(b"\n")):
+            yield Line(self.rank, text, offset)
+            offset += len(raw) + 1
+
+
+def clean(lines: bytes, colors: bool = False) -> str:
+    """Decode lines: the final state of a progress bar, without terminal control sequences except for colors."""
+    if b"\r" in lines:
+        lines = b"\n".join(line.rstrip(b"\r").rpartition(b"\r")[2] for line in lines.split(b"\n"))
+    return console.clean(lines.decode(errors="replace"), colors)
 
 
 class Follower:
@@ -59,7 +80,6 @@ class Follower:
         self.paths, self.marks, self.hide, self.colors = paths, marks, hide, colors
         self.read: dict[int, Lines] = {}
         self.silent = True  # whether no worker has written anything yet
-        self.heard: Callable[[int, str], None] = lambda rank, line: None  # gets each line of a worker
         self.follow(ranks)
 
     def follow(self, ranks: Iterable[int]) -> None:
@@ -87,6 +107,11 @@ class Follower:
                 self.read[rank].near_end(file, most)
 
     def lines(self, end: bool = False, most: float = float("inf")) -> Iterator[Line]:
+        """Yield the lines of `blocks`, one by one."""
+        for block in self.blocks(end, most):
+            yield from block.lines()
+
+    def blocks(self, end: bool = False, most: float = float("inf")) -> Iterator[Block]:
         """Yield the lines written since the last call, grouped by rank; `end` includes a last line without a newline.
 
         Reads about `most` bytes of each log.
@@ -94,23 +119,29 @@ class Follower:
         for rank, folder in self._each():
             read, last = self.read[rank], end
             with contextlib.suppress(OSError), regular(_name(rank), folder) as file:
-                for line in read.new(file, most):
-                    mark = line.startswith(MARK)
-                    self.silent = self.silent and mark
-                    text = self.hide(clean(line))
-                    if not mark:
-                        self.heard(rank, text)
-                    if self.marks or not mark:
-                        yield Line(rank, self._colored(line, text), read.begin)
+                for raw in read.blocks(file, most):
+                    yield from self._block(rank, raw, read.begin)
                 last = end and not data(file, read.offset, 1)[1]
             if last and read.partial:
-                self.silent = False
-                self.heard(rank, text := self.hide(clean(line := read.rest())))
-                yield Line(rank, self._colored(line, text), read.begin)
+                yield from self._block(rank, read.rest(), read.begin)
 
-    def _colored(self, line: bytes, text: str) -> str:
-        """Return a line with its colors; without, if they may be within a secret that `text` hides."""
-        return clean(line, self.colors) if self.colors and clean(line) == text else text
+    def _block(self, rank: int, raw: bytes, offset: int) -> Iterator[Block]:
+        own = [line for line in raw.split(b"\n") if not line.startswith(MARK)] if MARK in raw else [raw]
+        self.silent = self.silent and not own
+        if not self.marks:
+            if not own:
+                return
+            raw = b"\n".join(own)
+        if (text := self.hide(plain := clean(raw))) != plain:
+            text = "\n".join(map(self.hide, plain.split("\n")))  # a secret of several lines must not become one
+        yield Block(rank, text, self._colored(raw, text), raw, offset)
+
+    def _colored(self, raw: bytes, text: str) -> str:
+        """Return lines with their colors; those without, in which colors may be within a secret that `text` hides."""
+        if not self.colors or b"\x1b[" not in raw:
+            return text
+        pairs = zip(raw.split(b"\n"), text.split("\n"))
+        return "\n".join(clean(line, True) if clean(line) == hidden else hidden for line, hidden in pairs)
 
     def bars(self) -> dict[int, str]:
         """The progress bars of workers, by rank: unterminated lines with a carriage return."""
@@ -138,6 +169,14 @@ def _end(line: bytes) -> bytes:
 
 def _name(rank: int) -> str:
     return os.path.basename(log(rank))
+
+
+def rest(paths: JobPaths, spec: JobSpec, plan: Plan, last: int | None = LAST_OUTPUT) -> Follower:
+    """Return a follower of worker output, starting with its last lines: at most `last` bytes for each rank, or all."""
+    follower = Follower(paths, [worker.rank for worker in plan.workers], hide=spec.mask())
+    if last is not None:
+        follower.skip(last)
+    return follower
 
 
 def tail(folder: Folder, rank: int) -> str:

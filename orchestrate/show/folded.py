@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from orchestrate.clock import SYSTEM, Clock
@@ -50,8 +50,8 @@ class Folded(Screen):
         with self.lock:
             self.view.event(event, self.clock.monotonic(), age)
 
-    def heard(self, rank: int, found: Progress | None) -> None:
-        """Take a line that a worker has written: what it says about its progress."""
+    def heard(self, rank: int, found: Sequence[Progress]) -> None:
+        """Take lines that a worker has written: what they say about its progress."""
         with self.lock:
             if rank in self.view.ranks:
                 self.view.hear(rank, found, self.clock.monotonic())
@@ -66,7 +66,7 @@ class Folded(Screen):
         with self.lock:
             self._measure()
             for rank, found in bars.items():
-                self.heard(rank, found)
+                self.heard(rank, [found] if found else [])
                 self.view.enter("", self.clock.monotonic())
 
     def _measure(self) -> None:

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 
 from orchestrate.console import RESET
 from orchestrate.plan.plan import Plan
-from orchestrate.record.logs import Line
+from orchestrate.record.logs import Block
 
 COLORS = ("\x1b[36m", "\x1b[33m", "\x1b[32m", "\x1b[35m", "\x1b[34m", "\x1b[31m")  # of prefixes, by rank
 LOOK_AHEAD = 8  # lines of a rank in which a line of another one is searched
 MANY = 64  # ranks, from which on that would take long
+LINES = 500  # that are printed at a time
 MAX_LABEL = 20  # characters of a list of ranks
 
 
@@ -45,25 +46,29 @@ class Printer:
         width = max(map(len, names.values()), default=0)
         self.names = {rank: name.ljust(width) if several else name.rjust(width) for rank, name in names.items()}
 
-    def texts(self, lines: Iterable[Line], now: float | None = None) -> Iterator[str]:
-        """Yield the text of lines that were read together, each rank's in their order; `now` is when that was."""
-        wanted = (line for line in lines if self.style.ranks is None or line.rank in self.style.ranks)
+    def texts(self, blocks: Iterable[Block], now: float | None = None) -> Iterator[str]:
+        """Yield the text of lines that were read together, many at a time, each rank's in their order.
+
+        `now` is when that was.
+        """
+        wanted = (block for block in blocks if self.style.ranks is None or block.rank in self.style.ranks)
         if self.style.as_json or not self.style.prefixes:
-            yield from (self.text([line.rank], line.text, now) for line in wanted)
+            yield from (self.text([block.rank], block.colored, now) for block in wanted)
             return
         for ranks, text in merged(wanted):
             yield self.text(ranks, text, now)
 
     def text(self, ranks: list[int], text: str, now: float | None = None) -> str:
-        """Return a line that some ranks have printed."""
+        """Return lines that some ranks have printed."""
         if self.style.as_json:
-            return json.dumps({"rank": ranks[0], "node": self.nodes.get(ranks[0], ""), "line": text, "time": now})
+            facts = {"rank": ranks[0], "node": self.nodes.get(ranks[0], "")}
+            return "\n".join(json.dumps({**facts, "line": line, "time": now}) for line in text.split("\n"))
         label = self.names.get(ranks[0], str(ranks[0])) if len(ranks) == 1 else brief(ranks)
-        prefix = f"[{label}]" if self.style.prefixes else ""
+        prefix = f"[{label}] " if self.style.prefixes else ""
         if prefix and self.style.colors:
-            prefix = f"{COLORS[ranks[0] % len(COLORS)]}{prefix}{RESET}"
-        when = "" if now is None or not self.style.timestamps else stamp(now)
-        return " ".join([*(part for part in (when, prefix) if part), text])
+            prefix = f"{COLORS[ranks[0] % len(COLORS)]}[{label}]{RESET} "
+        prefix = prefix if now is None or not self.style.timestamps else f"{stamp(now)} {prefix}"
+        return prefix + (text.replace("\n", f"\n{prefix}") if prefix else text)
 
     def bar(self, bars: Mapping[int, str], now: float | None = None) -> str:
         """Return the progress bar of the first rank that has one; empty if there is none."""
@@ -71,14 +76,33 @@ class Printer:
         return next((self.text([rank], bar, now) for rank, bar in shown.items()), "")
 
 
-def merged(lines: Iterable[Line]) -> Iterator[tuple[list[int], str]]:
+def merged(blocks: Iterable[Block]) -> Iterator[tuple[list[int], str]]:
     """Yield lines with the ranks that have printed them: one line for all that print the same at about the same place.
 
     The lines of each rank stay in their order.
     """
-    waiting: dict[int, deque[str]] = {}
-    for line in lines:
-        waiting.setdefault(line.rank, deque()).append(line.text)
+    lines: dict[int, list[str]] = {}
+    for block in blocks:
+        lines.setdefault(block.rank, []).extend(block.colored.split("\n"))
+    if _share(lines.values()):
+        yield from _line_by_line(lines)
+        return
+    for rank, own in sorted(lines.items()):
+        yield from (([rank], "\n".join(own[at : at + LINES])) for at in range(0, len(own), LINES))
+
+
+def _share(texts: Iterable[list[str]]) -> bool:
+    """Whether several ranks have printed the same line."""
+    seen: set[str] = set()
+    for own in map(set, texts):
+        if not seen.isdisjoint(own):
+            return True
+        seen |= own
+    return False
+
+
+def _line_by_line(lines: Mapping[int, list[str]]) -> Iterator[tuple[list[int], str]]:
+    waiting = {rank: deque(own) for rank, own in lines.items()}
     ahead = LOOK_AHEAD if len(waiting) <= MANY else 1
     for rank, own in sorted(waiting.items()):
         while own:

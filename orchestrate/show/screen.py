@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from orchestrate.plan.plan import Plan
@@ -27,21 +27,22 @@ class Screen:
     def event(self, event: Event) -> None:
         """Take an event."""
 
-    def heard(self, rank: int, found: Progress | None) -> None:
-        """Take a line that a worker has written: what it says about its progress."""
+    def heard(self, rank: int, found: Sequence[Progress]) -> None:
+        """Take lines that a worker has written: what they say about its progress."""
 
     def refresh(self, bars: Callable[[], Mapping[int, Progress | None]]) -> None:
         """Draw again; `bars` returns the progress bars by rank, which are not in any line yet."""
 
 
 @dataclass(frozen=True)
-class Shown:
+class Display:
     """Where everything about a job is shown."""
 
     message: Callable[[str], None]  # gets the supervisor's messages
     output: Callable[[str], None] | None = None  # gets the lines of workers; as `message` if it is None
     style: Style = Style()  # of these lines
     screen: Screen = field(default_factory=Screen)
+    phases: bool = True  # whether the terminal shows what is in progress
 
     @property
     def show(self) -> Callable[[str], None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
@@ -57,11 +57,11 @@ class Rank:
         """Seconds since it last did something, if it is running."""
         return max(0.0, now - self.heard) if self.state == "running" and self.heard else 0.0
 
-    def hear(self, found: Progress | None, now: float) -> None:
-        """Take a line or a bar that it has written: what it says about its progress."""
+    def hear(self, found: Sequence[Progress], now: float) -> None:
+        """Take lines that it has written: what they say about its progress."""
         self.heard = now
-        if found:
-            self.take(found, now)
+        for one in found:
+            self.take(one, now)
 
     def take(self, found: Progress, now: float) -> None:
         """Take progress from a line or from metrics; what it does not say stays as it is."""
@@ -168,21 +168,23 @@ class View:
             case events.WorkerEnded() if event.rank in self.ranks:
                 self.ranks[event.rank].state = "failed" if event.exit_code else "succeeded"
 
-    def hear(self, number: int, found: Progress | None, now: float) -> None:
-        """Take a line that a worker has written: what it says about its progress."""
-        if found and number == 0:  # what the script writes to metrics.jsonl is more exact
-            metrics = {name: value for name, value in found.metrics.items() if name not in self.measured}
-            found = replace(found, metrics=metrics)
-        self._take(number, found, now)
+    def hear(self, number: int, found: Sequence[Progress], now: float) -> None:
+        """Take lines that a worker has written: what they say about its progress."""
+        self.ranks[number].heard = now
+        for one in found:
+            if number == 0:  # what the script writes to metrics.jsonl is more exact
+                metrics = {name: value for name, value in one.metrics.items() if name not in self.measured}
+                one = replace(one, metrics=metrics)
+            self._take(number, one, now)
 
-    def _take(self, number: int, found: Progress | None, now: float) -> None:
+    def _take(self, number: int, found: Progress, now: float) -> None:
         """Take the progress of a worker.
 
         None of the workers is idle if one gets to another step: they wait for each other in every step.
         """
         rank = self.ranks[number]
         before = rank.stepped[0]
-        rank.hear(found, now)
+        rank.hear([found], now)
         if rank.stepped[0] != before:
             for other in self.ranks.values():
                 other.heard = now

@@ -44,6 +44,7 @@ IN_JSON = re.compile(
     r'"(?:\w{0,40}_)?(?:private_key|password|passwd|secret|token|api_?key)"\s{0,9}:\s{0,9}"([^"\\][^"]*)', re.IGNORECASE
 )
 MAX_DEPTH = 50  # levels of nested data that are searched; a job may write deeper ones
+MANY = 20  # secrets
 MIN_LENGTH = 6  # characters of a secret that is searched for in text; shorter ones are part of too many words
 
 
@@ -72,11 +73,13 @@ class Mask:
         """`named` lists variables that are always secret."""
         secrets = [env[name] for name in secret_names(env, named)]
         found = {text for value in secrets for text in _parts(value) if len(text) >= MIN_LENGTH}
-        self._pattern = re.compile(_any_of(sorted(found, key=len, reverse=True)) or r"(?!)")  # matches nothing
+        self._texts = sorted(found, key=len, reverse=True)
+        self._pattern = re.compile(_any_of(self._texts) or r"(?!)")  # matches nothing
 
     def __call__(self, text: str) -> str:
         """The text with `***` in place of each secret."""
-        return self._pattern.sub(HIDDEN, text)
+        few = len(self._texts) < MANY  # searches for each of them are much faster than one for the pattern
+        return text if few and not any(map(text.__contains__, self._texts)) else self._pattern.sub(HIDDEN, text)
 
     def inside(self, data: Any, depth: int = MAX_DEPTH, ours: Collection[str] | None = None) -> Any:
         """JSON data with `***` in place of each secret in keys and values, and of data nested deeper than `depth`.
@@ -132,7 +135,7 @@ def _embedded(value: str) -> list[str]:
 
 def _any_of(texts: list[str], grouped: int = 3) -> str:
     """A pattern of texts; of many, those with the same first characters are tried together, up to `grouped`."""
-    if len(texts) < 20 or not grouped:
+    if len(texts) < MANY or not grouped:
         return "|".join(map(re.escape, texts))
     groups: dict[str, list[str]] = {}
     for text in texts:

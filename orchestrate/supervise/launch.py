@@ -1,16 +1,12 @@
-"""From a stored job to its report: check the script, run the supervisor, show the output, write the report."""
+"""From a stored job to its report: run the supervisor, and write the report."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import logging
-import os
 import platform
-import shutil
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,125 +15,31 @@ from orchestrate.engines.base import Engine
 from orchestrate.errors import OrchestrateError, UsageError
 from orchestrate.files import folder, log_file
 from orchestrate.host import records
-from orchestrate.node.command import of_python
 from orchestrate.plan.plan import Plan
 from orchestrate.record import lock, report, run_dir, usage
 from orchestrate.record.events import OURS, Event, JobEnded, NodesDown, SupervisorStarted
-from orchestrate.record.logs import Follower
 from orchestrate.record.outcomes import JobResult, Outcome
 from orchestrate.record.paths import JobPaths
-from orchestrate.record.progress import Reader
 from orchestrate.record.recorder import Recorder
-from orchestrate.record.times import TimesWriter
-from orchestrate.show.screen import Shown
-from orchestrate.spec import command, strict_yaml
 from orchestrate.spec.redact import Mask
 from orchestrate.spec.spec import JobSpec
 from orchestrate.supervise.job_files import JobFiles
 from orchestrate.supervise.notify import Notifier
-from orchestrate.supervise.output import Output, Usage, listen
+from orchestrate.supervise.observer import Observer, SharedUsage
 from orchestrate.supervise.stores import Stores
 from orchestrate.supervise.supervisor import Supervisor
 from orchestrate.supervise.tensorboard import Board
 
 log = logging.getLogger(__name__)
 
-SHELLS = ("sh", "bash", "zsh")
-LAST_OUTPUT = 4096  # bytes of earlier output of each rank that `attach` shows
-
-
-def check_script(spec: JobSpec) -> JobSpec:
-    """Check that the script exists; return the spec with a path relative to the folder in which workers start.
-
-    A name without a slash, or a path outside the folder, may also be a program in the image. Raises UsageError.
-    """
-    top, script = Path.cwd().resolve(), spec.command[0]
-    here = _start(spec.chdir, top)
-    spec = dataclasses.replace(spec, chdir=str(here.relative_to(top)) if here != top else "")
-    is_python = of_python(spec.command)
-    if not script:
-        raise UsageError("the script name is empty", "use -- SCRIPT ARGS, or -- -m MODULE ARGS")
-    if launcher := command.other_launcher(spec.command):
-        raise UsageError(
-            f"{launcher} starts workers of its own, which know nothing of the other nodes",
-            "leave it out: python -m orchestrate run SCRIPT.py ARGS",
-        )
-    if script.startswith("-"):
-        if script != "-m" or len(spec.command) < 2:
-            raise UsageError(
-                f"expected a script or -m MODULE, got {script}", "use -- SCRIPT ARGS, or -- -m MODULE ARGS"
-            )
-        module = spec.command[1]
-        if module.endswith(".py") and os.path.isfile(here / module):
-            raise UsageError(f"-m takes a module, but {module} is a file", "remove -m")
-        return spec
-    try:
-        given = here / script
-        path = given.resolve()
-        found = path.is_file()
-        path = given.parent.resolve() / given.name if given.name else path  # a link stays one
-    except (OSError, RuntimeError, ValueError) as error:  # too long, a loop of links, or not encodable
-        raise UsageError(f"the script {strict_yaml.shown(script)} cannot be read: {error}", "check the path") from None
-    inside = path.is_relative_to(top)
-    if path.is_dir():
-        module = ".".join(Path(script).parts) or "PACKAGE"
-        raise UsageError(f"the script {script} is a folder", f"to run a module in it: -- -m {module}.MODULE")
-    program = (
-        not is_python and os.access(path, os.X_OK) and (not inside or ("/" not in script and shutil.which(script)))
-    )
-    if program or (not is_python and not found and (not inside or "/" not in script)):
-        _check_program(spec, here)
-        return spec
-    if not found:
-        raise UsageError(f"the script {script} does not exist", f"paths are relative to {here}")
-    if not inside:
-        raise UsageError(
-            f"the script {script} is outside {top}, the folder that nodes see",
-            f"run from its folder: cd {path.parent}",
-        )
-    if not is_python and not os.access(path, os.X_OK):
-        interpreter = "bash" if path.suffix == ".sh" else "python"
-        raise UsageError(
-            f"{script} is neither a .py file nor executable",
-            f"chmod +x {script}, or run it with an interpreter: -- {interpreter} {script}",
-        )
-    relative = os.path.relpath(path, here)
-    # Otherwise Python takes it for an option, and a program without a slash is searched in PATH.
-    relative = f"./{relative}" if relative.startswith("-") or not is_python else relative
-    return dataclasses.replace(spec, command=(relative, *spec.command[1:]))
-
-
-def _start(chdir: str, top: Path) -> Path:
-    """Return the folder in the code folder `top` in which workers start; raises UsageError."""
-    with contextlib.suppress(OSError, RuntimeError, ValueError):  # a loop of links, or not encodable
-        start = (top / chdir).resolve()
-        if start.is_dir() and start.is_relative_to(top):
-            return start
-    raise UsageError(f"chdir: {strict_yaml.shown(chdir)} is no folder in {top}", "use a path relative to that folder")
-
-
-def _check_program(spec: JobSpec, here: Path) -> None:
-    """Raise UsageError for a shell with a script that does not exist, and for a script without its suffix."""
-    shell, *words = spec.command
-    if (here / f"{shell}.py").is_file() and not shutil.which(shell):
-        raise UsageError(f"the script {shell} does not exist", f"did you mean {shell}.py?")
-    if Path(shell).name in SHELLS and words and not words[0].startswith(("-", "/")) and not (here / words[0]).exists():
-        raise UsageError(f"the script {words[0]} does not exist", f"paths are relative to {here}")
-
 
 def supervise(
-    paths: JobPaths,
-    engine: Engine,
-    stops: Callable[[], int],
-    shown: Shown,
-    follower: Follower | None = None,
-    prepared: float = 0.0,
+    paths: JobPaths, engine: Engine, stops: Callable[[], int], observer: Observer, prepared: float = 0.0
 ) -> dict[str, Any]:
     """Run a job from its current state to its end, and return the report.
 
-    `stops()` returns the number of stop requests so far. `follower` continues where logs were last shown (default: at
-    their start), and `prepared` are the seconds that the command has taken before. Raises OrchestrateError if the job
-    could not start, and BlockingIOError if another process supervises it.
+    `stops()` returns the number of stop requests so far, and `prepared` are the seconds that the command has taken
+    before. Raises OrchestrateError if the job could not start, and BlockingIOError if another process supervises it.
     """
     with contextlib.ExitStack() as stack:
         stack.callback(patience.calm)
@@ -147,34 +49,30 @@ def supervise(
         stack.enter_context(log_file.kept(paths.orchestrate_log, hide))
         log.info("orchestrate %s, Python %s, %s", __version__, platform.python_version(), platform.platform())
         seen = _take_cluster(paths, stack) or paths.shared
-        follower, files = follower or rest(paths, spec, plan, None), JobFiles(paths, hide)
-        board, reader = stack.enter_context(Board(paths, hide)), Reader(spec.metrics)
-        refresh = listen(follower, reader, shown.screen, files.heard, board.heard)
-        output = Output(follower, plan, shown, TimesWriter(paths.times), refresh)
-        notifier = Notifier(spec.on_event, plan.job_id, str(paths.root))
-        with output.following():
+        files, notifier = JobFiles(paths, hide), Notifier(spec.on_event, plan.job_id, str(paths.root))
+        board = stack.enter_context(Board(paths, hide))
+        observer.listeners += [files.heard, board.heard]
+        with observer.following():
 
             def show_event(event: Event) -> None:
                 log.info("%s", event)
                 notifier.event(event)
-                output.event(event)
+                observer.event(event)
 
             def save_plan(plan: Plan) -> None:
                 run_dir.keep(paths, plan, spec)
-                output.printing.planned(plan)
-                output.in_turn(partial(shown.screen.planned, plan))
+                observer.planned(plan)
 
             emit = recorder(paths, show_event, hide=hide)
             emit(SupervisorStarted(plan.job_id, prepared=round(prepared, 3)))
             stores = _stores(spec, paths, stops, emit)
-            supervisor = Supervisor(
-                spec, plan, seen, engine, emit, stops, files, save_plan, stores, Usage(paths, shown.screen)
-            )
+            sink = SharedUsage(paths, observer)
+            supervisor = Supervisor(spec, plan, seen, engine, emit, stops, files, save_plan, stores, sink)
             result, failure = _result(supervisor)
         data = _end(supervisor, result, files, stores, hide)
-        _finish(files, data, stores, shown.message)
-        for text in reader.problems():
-            shown.message(f"warning: {text}")
+        _finish(files, data, stores, observer.message)
+        for text in observer.problems():
+            observer.message(f"warning: {text}")
         notifier.close()
     if failure:
         raise failure
@@ -279,11 +177,3 @@ def _finish(files: JobFiles, data: dict[str, Any], stores: Stores, show: Callabl
             show(f"warning: could not finish all files of {paths.root} in time")
     if not paths.report.exists():
         show(f"hint: python -m orchestrate attach {paths.root.name} writes the report once that is possible")
-
-
-def rest(paths: JobPaths, spec: JobSpec, plan: Plan, last: int | None = LAST_OUTPUT) -> Follower:
-    """Return a follower of worker output, starting with its last lines: at most `last` bytes for each rank, or all."""
-    follower = Follower(paths, [worker.rank for worker in plan.workers], hide=spec.mask())
-    if last is not None:
-        follower.skip(last)
-    return follower

@@ -21,7 +21,8 @@ from orchestrate.record.logs import Follower
 from orchestrate.record.outcomes import WorkerExit
 from orchestrate.record.paths import JobPaths
 from orchestrate.record.recorder import Recorder
-from orchestrate.show.screen import Shown
+from orchestrate.show.feed import Feed
+from orchestrate.show.screen import Display
 from orchestrate.spec.spec import JobSpec
 from orchestrate.supervise import launch
 from support.optional import not_none
@@ -152,7 +153,12 @@ SPEC = JobSpec(trainers=2, grace=0.01, command=("-m", "app.train"))
 
 def supervise(paths: JobPaths, engine: Whole, stops=lambda: 0, follower: Follower | None = None) -> tuple[dict, list]:
     shown: list[str] = []
-    return launch.supervise(paths, engine, stops, Shown(shown.append), follower), shown
+    feed = watched(paths, Display(lambda text: shown.extend(text.split("\n"))), follower)
+    return launch.supervise(paths, engine, stops, feed), shown
+
+
+def watched(paths: JobPaths, display: Display, follower: Follower | None = None) -> Feed:
+    return Feed(paths, *run_dir.load(paths), display, follower)
 
 
 NOT_OURS = f"has no record: {records.FOREIGN}"

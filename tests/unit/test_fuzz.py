@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from support import fuzzing
-from support.commanded import Commands, Whole, create
+from support.commanded import Commands, Whole, create, watched
 from support.ends import KEY, End, greeted
 from support.scripted import ALL_WELL
 
@@ -26,7 +26,7 @@ from orchestrate.record.logs import clean, last_lines
 from orchestrate.record.outcomes import Outcome
 from orchestrate.record.paths import JobPaths
 from orchestrate.record.recorder import _mac
-from orchestrate.show.screen import Shown
+from orchestrate.show.screen import Display
 from orchestrate.spec import layers, spec
 from orchestrate.supervise import launch
 
@@ -166,7 +166,7 @@ def monkeypatch_lines(monkeypatch):
 def test_a_report_must_be_created_from_any_metrics(tmp_path_factory, metrics):
     paths = create(JobPaths(tmp_path_factory.mktemp("runs") / "a-1"))
     paths.metrics.write_text("".join(json.dumps(value) + "\n" for value in metrics))
-    data = launch.supervise(paths, Whole([ALL_WELL]), lambda: 0, Shown(lambda _: None))
+    data = launch.supervise(paths, Whole([ALL_WELL]), lambda: 0, watched(paths, Display(lambda _: None)))
     assert data["outcome"] == "succeeded" and run_dir.ended(paths) is not None
     assert isinstance(report.text(data), str)
 
@@ -202,7 +202,7 @@ def test_damaged_events_must_be_reported_with_their_file_and_the_job_must_stay_r
     paths.events.write_text("".join(lines))
     engine = Whole([ALL_WELL], [ALL_WELL])
     try:
-        launch.supervise(paths, engine, lambda: 1, Shown(lambda _: None))
+        launch.supervise(paths, engine, lambda: 1, watched(paths, Display(lambda _: None)))
     except UsageError as error:
         assert str(paths.events) in str(error)
     except OrchestrateError:

@@ -6,12 +6,12 @@ import argparse
 import signal
 
 from orchestrate.cli import display, find, options, result, signals, waiting
-from orchestrate.cli.follow import Following
 from orchestrate.cli.parser import Parser
-from orchestrate.console import print_message, progress
+from orchestrate.console import print_message
 from orchestrate.record import lock, run_dir
-from orchestrate.record.logs import Follower
+from orchestrate.record.logs import Follower, rest
 from orchestrate.record.paths import JobPaths
+from orchestrate.show.feed import Feed, Recorded
 from orchestrate.spec.spec import JobSpec
 from orchestrate.supervise import launch, stores
 
@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
     """Follow a job until it ends, supervise it if it has no supervisor, and print the report."""
     paths = find.paths_of(args)
     spec, plan = run_dir.load(paths)
-    follower = launch.rest(paths, spec, plan)
+    follower = rest(paths, spec, plan)
     display.style_of(args, plan)  # its options may be wrong
     while not (data := run_dir.ended(paths)):
         if supervisor := lock.holder(paths):
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
         engine, stops = find.engine_of(spec, plan), signals.count(spec)
         try:
             with display.shown(args, plan, paths) as shown:
-                data = launch.supervise(paths, engine, stops, shown, follower)
+                data = launch.supervise(paths, engine, stops, Feed(paths, spec, plan, shown, follower))
             break
         except BlockingIOError:  # another process took the lock first
             signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -60,12 +60,12 @@ def _follow(args: argparse.Namespace, paths: JobPaths, spec: JobSpec, follower: 
     """Show a job until it ends or has no supervisor anymore."""
     plan, running = run_dir.load(paths)[1], True
     with display.shown(args, plan, paths, KEYS) as shown, waiting.detaching(paths.root.name):
-        following = Following(paths, spec, follower, shown.screen, shown.style)
+        feed = Feed(paths, spec, plan, shown, follower)
+        record = Recorded(paths, feed)
         while running:
-            running = following.running
-            for text in following.turn(end=not running):
-                shown.show(text)
-            if bar := following.printing.bar():
-                progress(bar, shown.show)
+            running = bool(lock.holder(paths)) and not run_dir.ended(paths)
+            record.turn()
             if running:
+                feed.turn()
                 args.clock.sleep(INTERVAL)
+        feed.last()

@@ -10,6 +10,7 @@ from typing import NoReturn
 
 from orchestrate.cli import display, find, options, result, signals
 from orchestrate.cli.parser import Parser
+from orchestrate.cli.script import check_script
 from orchestrate.console import print_message
 from orchestrate.engines.ports import port
 from orchestrate.errors import UsageError
@@ -19,8 +20,10 @@ from orchestrate.plan.plan import Plan, plan
 from orchestrate.record import lock, run_dir
 from orchestrate.record.events import JobResumed
 from orchestrate.record.history import History
+from orchestrate.record.logs import rest
 from orchestrate.record.outcomes import Outcome
 from orchestrate.record.paths import JobPaths
+from orchestrate.show.feed import Feed
 from orchestrate.spec import source, worktree
 from orchestrate.spec.spec import JobSpec
 from orchestrate.spec.strict_yaml import shown
@@ -58,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"cannot enter the job's code folder {last.placement.code}: {error.strerror}", hint) from None
     _check_user(spec, last, paths)
     display.style_of(args, last)  # its options may be wrong
-    launch.check_script(spec)
+    check_script(spec)
     stores.prepare(spec)
     engine, name = find.engine_of(spec, last), paths.root.name
     engine.prepare(spec, paths.shared)
@@ -83,10 +86,9 @@ def run(args: argparse.Namespace) -> int:
         raise
     if not options.quiet(args):
         print_message(str(wanted))
-    follower = launch.rest(paths, spec, wanted, last=0)
-    stops = signals.count(spec)
-    with display.shown(args, wanted, paths) as screen:
-        data = launch.supervise(paths, engine, stops, screen, follower)
+    follower, stops = rest(paths, spec, wanted, last=0), signals.count(spec)
+    with display.shown(args, wanted, paths) as shown:
+        data = launch.supervise(paths, engine, stops, Feed(paths, spec, wanted, shown, follower))
     return result.show(args, name, data)
 
 

@@ -27,6 +27,7 @@ from orchestrate.plan import preload
 from orchestrate.plan.plan import Inventory, Placement, plan
 from orchestrate.record import lock, run_dir
 from orchestrate.record.paths import JobPaths
+from orchestrate.show.feed import Feed
 from orchestrate.spec import worktree
 from orchestrate.spec.spec import APP, JobSpec
 from orchestrate.supervise import launch, stores
@@ -95,7 +96,8 @@ def start(args: argparse.Namespace, dry: bool) -> int:
         _detach(paths, args.shown)
         return errors.SUCCEEDED
     with display.shown(args, job_plan, paths) as shown:
-        data = launch.supervise(paths, engine, stops, shown, prepared=args.clock.monotonic() - began)
+        feed = Feed(paths, spec, job_plan, shown)
+        data = launch.supervise(paths, engine, stops, feed, prepared=args.clock.monotonic() - began)
     return result.show(args, job_id, data)
 
 

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 from orchestrate import errors
 from orchestrate.cli import listing, options
 from orchestrate.cli.find import created_at
-from orchestrate.cli.follow import Following
 from orchestrate.cli.parser import Parser
 from orchestrate.clock import SYSTEM, Clock
 from orchestrate.console import flush, out, print_message
@@ -27,11 +26,11 @@ from orchestrate.files.lines import last
 from orchestrate.files.paths import NAME
 from orchestrate.host import owners, records
 from orchestrate.record import lock, report, run_dir
-from orchestrate.record.logs import clean
+from orchestrate.record.logs import clean, rest
 from orchestrate.record.paths import JobPaths
+from orchestrate.show.feed import Feed, Recorded
 from orchestrate.show.folded import Folded
-from orchestrate.show.printer import Style
-from orchestrate.supervise import launch
+from orchestrate.show.screen import Display
 
 if TYPE_CHECKING:
     from orchestrate.pages.curves import Curve
@@ -56,7 +55,7 @@ HEADERS = {
 }
 
 
-class Watch(Folded):
+class LiveJobPage(Folded):
     """A running job, as its page shows it."""
 
     def __init__(self, paths: JobPaths, clock: Clock) -> None:
@@ -69,7 +68,11 @@ class Watch(Folded):
         self.happened: deque[tuple[float, str]] = deque(maxlen=MAX_EVENTS)
         self.lines: deque[str] = deque(maxlen=MAX_LINES)
         self.watch = self.activity
-        self.following = Following(paths, spec, launch.rest(paths, spec, plan), self, Style())
+        display = Display(
+            lambda text: None, lambda text: self.lines.extend(text.split("\n")), screen=self, phases=False
+        )
+        self.feed = Feed(paths, spec, plan, display, rest(paths, spec, plan))
+        self.record = Recorded(paths, self.feed)
 
     def event(self, event: Any) -> None:
         """Take an event."""
@@ -86,8 +89,9 @@ class Watch(Folded):
         from orchestrate.pages import site
         from orchestrate.pages.run import curves_of
 
-        self.following.follower.near_end(MAX_BEHIND)
-        self.lines.extend(self.following.turn())
+        self.feed.follower.near_end(MAX_BEHIND)
+        self.record.turn()
+        self.feed.turn()
         if self.clock.monotonic() > self.due:
             began = self.clock.monotonic()
             self.curves = curves_of(self.paths, self.spec, self.view.generation + 1)[1:]
@@ -104,7 +108,7 @@ class Site:
     def __init__(self, runs: Path, shown: Path, clock: Clock = SYSTEM) -> None:
         """`shown` is the folder as the user names it."""
         self.runs, self.shown, self.clock, self.lock = runs, shown, clock, threading.Lock()
-        self.watches: dict[str, Watch] = {}
+        self.watches: dict[str, LiveJobPage] = {}
 
     def answer(self, path: str, query: dict[str, list[str]]) -> tuple[str, str]:
         """Return the content at a path, and its type; raises UsageError if there is none."""
@@ -149,7 +153,7 @@ class Site:
             self.watches.pop(name, None)
             return _report([paths], "../../")
         if name not in self.watches:
-            self.watches[name] = Watch(paths, self.clock)
+            self.watches[name] = LiveJobPage(paths, self.clock)
         return self.watches[name].page()
 
     def _compare(self, names: list[str]) -> str:

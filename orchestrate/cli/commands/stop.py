@@ -14,8 +14,10 @@ from orchestrate.console import print_message
 from orchestrate.errors import OrchestrateError
 from orchestrate.host import records
 from orchestrate.record import lock, run_dir
+from orchestrate.record.logs import rest
 from orchestrate.record.paths import JobPaths
-from orchestrate.show.screen import Shown
+from orchestrate.show.feed import Feed
+from orchestrate.show.screen import Display
 from orchestrate.supervise import launch
 
 if TYPE_CHECKING:
@@ -83,8 +85,8 @@ def _stop_unsupervised(paths: JobPaths, resources: list[tuple[Engine, str]]) -> 
         spec, plan = run_dir.load(paths)
         engine = find.engine_of(spec, plan)
         more = signals.count(spec)
-        follower = launch.rest(paths, spec, plan)
-        data = launch.supervise(paths, engine, lambda: 1 + more(), Shown(print_message), follower)
+        feed = Feed(paths, spec, plan, Display(print_message), rest(paths, spec, plan))
+        data = launch.supervise(paths, engine, lambda: 1 + more(), feed)
     except (OrchestrateError, BlockingIOError):
         return removal.remove(paths, resources)
     if why := data["left_behind"]:

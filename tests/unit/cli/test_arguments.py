@@ -6,11 +6,11 @@ from support.scripted import ALL_WELL
 from orchestrate.cli.arguments import parse
 from orchestrate.cli.main import main
 from orchestrate.cli.request import spec_of
+from orchestrate.cli.script import check_script
 from orchestrate.errors import UsageError
 from orchestrate.record import run_dir
 from orchestrate.spec import command
 from orchestrate.spec.layers import resolve
-from orchestrate.supervise import launch
 
 SCRIPT = ["train.py", "--lr", "0.1"]
 MODULE = ("-m", "a.b", "--lr", "0.1")
@@ -268,7 +268,7 @@ def here(tmp_path, monkeypatch):
     ],
 )
 def test_a_program_must_be_found_in_the_folder_or_left_to_the_image(here, arguments, runs):
-    assert launch.check_script(resolve({"command": arguments.format(here=here)})).command == tuple(runs.split())
+    assert check_script(resolve({"command": arguments.format(here=here)})).command == tuple(runs.split())
 
 
 @pytest.mark.parametrize(
@@ -297,7 +297,7 @@ def test_a_file_that_is_not_a_program_must_be_refused(here, arguments, why, hint
     for name in ("plain.sh", "notes.py"):
         (here / name).touch()
     with pytest.raises(UsageError, match=why) as found:
-        launch.check_script(resolve({"command": arguments}))
+        check_script(resolve({"command": arguments}))
     assert hint in found.value.hint
 
 
@@ -308,8 +308,8 @@ def test_a_script_that_is_a_link_must_run_under_its_own_name(here, target):
     (here / "a").mkdir()
     for place, name in ((here, "train.py"), (here / "a", "train.py")):
         (place / name).symlink_to(target.format(here=here) if place == here else f"../{name}")
-    assert launch.check_script(resolve({"command": "train.py"})).command == ("train.py",)
-    assert launch.check_script(resolve({"command": f"{here}/a/../a/train.py x"})).command == ("a/train.py", "x")
+    assert check_script(resolve({"command": "train.py"})).command == ("train.py",)
+    assert check_script(resolve({"command": f"{here}/a/../a/train.py x"})).command == ("a/train.py", "x")
 
 
 def test_packages_of_a_file_and_of_options_must_all_be_installed(tmp_path, monkeypatch):

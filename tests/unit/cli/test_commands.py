@@ -21,7 +21,7 @@ from orchestrate.engines.base import JobState
 from orchestrate.host import records
 from orchestrate.record import lock
 from orchestrate.record.paths import JobPaths
-from orchestrate.supervise import output
+from orchestrate.show import feed
 from orchestrate.supervise.running import BY_MAX_RUN, BY_USER
 
 # --- finding a job
@@ -261,8 +261,8 @@ def test_attach_must_follow_a_job_from_its_last_lines_to_its_end(do, paths):
 
 
 def test_attach_must_show_all_that_was_printed_before_the_end(do, paths, monkeypatch):
-    monkeypatch.setattr(output, "MIN_READ", 1000)
-    monkeypatch.setattr(output, "MAX_READ", 1000)
+    monkeypatch.setattr(feed, "MIN_READ", 1000)
+    monkeypatch.setattr(feed, "MAX_READ", 1000)
 
     def finish() -> None:
         paths.log(1).write_text("".join(f"line {number}\n" for number in range(3000)))

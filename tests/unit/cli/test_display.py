@@ -15,7 +15,6 @@ from support.scripted import ALL_WELL, Clock
 
 from orchestrate.cli import display
 from orchestrate.cli.arguments import parse
-from orchestrate.cli.follow import Following
 from orchestrate.host import records
 from orchestrate.plan.plan import Plan
 from orchestrate.record import run_dir, usage
@@ -23,12 +22,11 @@ from orchestrate.record.events import Event, GenerationStarting, NodesStarting, 
 from orchestrate.record.outcomes import Activity
 from orchestrate.record.paths import JobPaths
 from orchestrate.record.recorder import Recorder
+from orchestrate.show.feed import Feed, Recorded
 from orchestrate.show.folded import PlainScreen
 from orchestrate.show.live import LiveScreen
-from orchestrate.show.printer import Style
-from orchestrate.show.screen import Screen
+from orchestrate.show.screen import Display, Screen
 from orchestrate.spec.spec import JobSpec
-from orchestrate.supervise import launch
 
 
 @pytest.mark.parametrize("options", [["--quiet"], ["--progress", "quiet"]])
@@ -154,12 +152,18 @@ def test_a_job_that_is_followed_must_be_shown_from_its_start_and_each_event_once
 
     usage.write(paths, {0: Activity("R", 1.0, 7)})
     paths.usage_asked.symlink_to("nowhere")  # it cannot be asked for
-    following = Following(paths, spec, launch.rest(paths, spec, planned), Kept(), Style())
-    assert [*following.turn()] == []
+    shown: list[str] = []
+    feed = Feed(paths, spec, planned, Display(shown.append, screen=Kept()))
+    record = Recorded(paths, feed)
+    record.turn()
+    feed.turn()
+    assert shown == []
     run_dir.keep(paths, dataclasses.replace(planned, generation=1), spec)
-    noted(paths, GenerationStarting(1, planned.nodes, 3, 29501), WorkersStarted())
-    assert [*following.turn()] == []
-    assert seen == [NodesStarting, 1, GenerationStarting, WorkersStarted]
+    noted(paths, GenerationStarting(1, planned.nodes, 3, 29501), WorkersStarted(), WarningIssued("careful"))
+    record.turn()
+    feed.turn()
+    assert seen == [NodesStarting, 1, GenerationStarting, WorkersStarted, WarningIssued]
+    assert shown == ["generation 1: 3 workers", "warning: careful"]
     assert len(ages) == 1 and ages[0] > 1e9 and uses == [{0: Activity("R", 1.0, 7)}]
 
 

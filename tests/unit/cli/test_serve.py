@@ -168,7 +168,7 @@ def test_secrets_in_names_of_metrics_must_not_be_shown(site, running):
 
 
 def test_a_page_that_cannot_be_made_must_be_answered_and_others_still_work(site, running, monkeypatch):
-    monkeypatch.setattr("orchestrate.cli.commands.serve.Watch.page", lambda self: 1 / 0)
+    monkeypatch.setattr("orchestrate.cli.commands.serve.LiveJobPage.page", lambda self: 1 / 0)
     assert site.get("/jobs/a-1/").status == 500 and site.get("/").status == 200
     with socket.create_connection(("127.0.0.1", site.port)) as sock:
         sock.sendall(b"GET http://[ HTTP/1.1\r\n\r\n")

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.commanded import Whole, create, end
+from support.commanded import Whole, create, end, watched
 from support.pairs import pairs
 from support.scripted import ALL_WELL, KILLED
 
@@ -17,7 +17,7 @@ from orchestrate.files import folder, lines
 from orchestrate.files.folder import Folder
 from orchestrate.record import run_dir
 from orchestrate.record.paths import JobPaths
-from orchestrate.show.screen import Shown
+from orchestrate.show.screen import Display
 from orchestrate.supervise import launch
 from orchestrate.supervise.job_files import JobFiles
 
@@ -136,7 +136,7 @@ def test_the_supervisor_must_continue_and_report_whatever_a_node_leaves(paths, o
     assert files.step() == 0 and isinstance(files.saved(), tuple) and isinstance(files.activity(), tuple)
     assert CANARY not in files.text(0) + "".join(files.last_lines(0))
     shown: list[str] = []
-    data = launch.supervise(paths, Whole([KILLED], [ALL_WELL]), lambda: 0, Shown(shown.append))
+    data = launch.supervise(paths, Whole([KILLED], [ALL_WELL]), lambda: 0, watched(paths, Display(shown.append)))
     assert data["outcome"] == "succeeded"
     assert CANARY not in json.dumps(data) + "".join(shown)
     assert json.loads(paths.report.read_text()) == json.loads(json.dumps(data))
@@ -157,7 +157,7 @@ def test_a_link_in_place_of_a_job_folder_on_a_cluster_must_not_move_files_of_the
         inside.symlink_to(outside)
 
     engine.start = swap
-    data = launch.supervise(paths, engine, lambda: 0, Shown(shown.append))
+    data = launch.supervise(paths, engine, lambda: 0, watched(paths, Display(shown.append)))
     assert data["outcome"] == "succeeded"
     assert untouched(outside) and not os.path.lexists(inside)
     assert not paths.shared.is_symlink() and os.listdir(paths.shared) == [] and CANARY not in json.dumps(data)
@@ -317,7 +317,7 @@ def test_set_id_bits_must_be_removed_from_the_files_of_an_ended_job(paths, outsi
         (paths.shared / name).touch()
         (paths.shared / name).chmod(mode)
     (paths.shared / "checkpoints").chmod(0o2755)
-    launch.supervise(paths, Whole([ALL_WELL]), lambda: 0, Shown(lambda _: None))
+    launch.supervise(paths, Whole([ALL_WELL]), lambda: 0, watched(paths, Display(lambda _: None)))
     modes = {name: stat.S_IMODE((paths.shared / name).stat().st_mode) for name in ("program", "closed", "plain")}
     assert modes == {"program": 0o755, "closed": 0, "plain": 0o644}
     assert stat.S_IMODE((outside / "file").stat().st_mode) == 0o4755
@@ -340,7 +340,7 @@ def test_a_report_must_keep_measurements_and_drop_everything_else_a_script_write
         "large": 1 << 64,
     }
     paths.metrics.write_text(json.dumps(values) + "\n" + json.dumps(dropped) + "\n")
-    data = launch.supervise(paths, Whole([ALL_WELL]), lambda: 0, Shown(lambda _: None))
+    data = launch.supervise(paths, Whole([ALL_WELL]), lambda: 0, watched(paths, Display(lambda _: None)))
     assert data["final_metrics"] == values
     end(paths)
 

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from support.commanded import create
+from support.commanded import create, watched
 from support.methods import raising
 from support.recording import RecordingEngine
 from support.scripted import ALL_WELL
@@ -15,7 +15,7 @@ from support.scripted import ALL_WELL
 from orchestrate.errors import EngineError
 from orchestrate.files import log_file
 from orchestrate.record.paths import JobPaths
-from orchestrate.show.screen import Shown
+from orchestrate.show.screen import Display
 from orchestrate.spec.spec import JobSpec
 from orchestrate.supervise import launch
 
@@ -37,7 +37,7 @@ def timezone(monkeypatch):
 
 
 def test_a_job_must_have_a_log_that_only_its_user_can_read(paths):
-    launch.supervise(paths, RecordingEngine([ALL_WELL]), lambda: 0, Shown(lambda _: None))
+    launch.supervise(paths, RecordingEngine([ALL_WELL]), lambda: 0, watched(paths, Display(lambda _: None)))
     lines = text(paths.orchestrate_log).splitlines()
     assert all(re.match(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z [A-Z]+ orchestrate\.", line) for line in lines)
     assert re.search(r"INFO orchestrate.supervise.launch: orchestrate \d.*, Python 3\.", lines[0])
@@ -49,7 +49,7 @@ def test_an_error_must_be_logged_with_its_traceback(paths):
     engine = RecordingEngine()
     engine.missing = {"master"}
     with pytest.raises(EngineError, match="no such node"):
-        launch.supervise(paths, engine, lambda: 0, Shown(lambda _: None))
+        launch.supervise(paths, engine, lambda: 0, watched(paths, Display(lambda _: None)))
     assert re.search(r"Traceback.*in up\n.*EngineError: no such node\n", text(paths.orchestrate_log), re.S)
 
 
@@ -57,13 +57,13 @@ def test_an_internal_error_must_be_logged_and_end_the_command(paths):
     engine = RecordingEngine([ALL_WELL])
     engine.start = raising(KeyError("a bug"))
     with pytest.raises(KeyError, match="a bug"):
-        launch.supervise(paths, engine, lambda: 0, Shown(lambda _: None))
+        launch.supervise(paths, engine, lambda: 0, watched(paths, Display(lambda _: None)))
     assert "KeyError: 'a bug'" in text(paths.orchestrate_log)
 
 
 def test_a_second_supervisor_must_append_to_the_log(paths):
     for _ in range(2):
-        launch.supervise(paths, RecordingEngine([ALL_WELL]), lambda: 0, Shown(lambda _: None))
+        launch.supervise(paths, RecordingEngine([ALL_WELL]), lambda: 0, watched(paths, Display(lambda _: None)))
     assert text(paths.orchestrate_log).count("SupervisorStarted") == 2
 
 
@@ -73,7 +73,7 @@ def test_secrets_must_not_be_logged(tmp_path, capsys):
 
     engine.up = raising(EngineError("the engine refused hunter2000"))
     with log_file.shown("debug"), pytest.raises(EngineError):
-        launch.supervise(paths, engine, lambda: 0, Shown(lambda _: None))
+        launch.supervise(paths, engine, lambda: 0, watched(paths, Display(lambda _: None)))
     for log in (text(paths.orchestrate_log), capsys.readouterr().err):
         assert "the engine refused ***" in log and "hunter2000" not in log
 

@@ -4,12 +4,12 @@ import re
 
 from support.page import Page, words
 from support.plans import HERE, plan
+from support.said import said
 
 from orchestrate import __version__
 from orchestrate.pages import site
 from orchestrate.record import events
 from orchestrate.record.outcomes import Activity
-from orchestrate.record.progress import parse
 from orchestrate.show.state import View
 from orchestrate.spec.spec import JobSpec
 
@@ -23,7 +23,7 @@ def test_of_many_workers_those_that_need_attention_must_be_shown(monkeypatch):
     view = View(plan(JobSpec(trainers=9), HERE, "digits-4f2a"), 0.0)
     view.event(events.WorkersStarted(), 1.0)
     for rank in view.ranks.values():
-        rank.hear(parse("step 7" if rank.number == 5 else "step 8"), 2.0)
+        rank.hear(said("step 7" if rank.number == 5 else "step 8"), 2.0)
     view.event(events.WorkerEnded(8, "trainer-8", 1, False), 3.0)
     page = Page(live(view))
     logs = {reference for reference in page.references() if reference.startswith("logs/")}

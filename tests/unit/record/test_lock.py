@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.commanded import supervised
+from support.commanded import supervised, watched
 from support.optional import not_none
 from support.plans import HERE, plan
 from support.recording import RecordingEngine
@@ -19,7 +19,7 @@ from orchestrate.errors import UsageError
 from orchestrate.host import records
 from orchestrate.record import lock, run_dir
 from orchestrate.record.paths import JobPaths
-from orchestrate.show.screen import Shown
+from orchestrate.show.screen import Display
 from orchestrate.spec.spec import JobSpec
 from orchestrate.supervise import launch
 
@@ -64,7 +64,7 @@ def test_a_job_whose_cluster_is_used_by_another_job_must_report_it_and_start_not
     run_dir.create(JobSpec(), planned, paths)
     engine = RecordingEngine()
     with pytest.raises(UsageError, match="held is in use by another job$") as refused:
-        launch.supervise(paths, engine, lambda: 0, Shown(print))
+        launch.supervise(paths, engine, lambda: 0, watched(paths, Display(print)))
     assert "attach j" in refused.value.hint
     assert not engine.calls
 

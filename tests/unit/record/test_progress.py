@@ -6,11 +6,8 @@ import re
 import pytest
 
 from orchestrate.errors import UsageError
-from orchestrate.record.logs import Follower
 from orchestrate.record.progress import MAX_LINE, Epochs, Progress, Reader, parse
-from orchestrate.show.screen import Screen
 from orchestrate.spec.layers import read_set, resolve
-from orchestrate.supervise.output import listen
 
 
 def test_a_bar_of_tqdm_must_be_read():
@@ -242,36 +239,6 @@ def test_patterns_that_the_search_cannot_use_must_be_refused(patterns):
 def test_a_pattern_on_the_command_line_must_be_text_whatever_it_contains():
     found = resolve(read_set(["metrics.loss=Loss: ([0-9.]+)", "metrics.step=Schritt #(\\d+)"]))
     assert found.metrics == {"loss": "Loss: ([0-9.]+)", "step": "Schritt #(\\d+)"}
-
-
-def test_patterns_must_be_searched_in_the_output_of_rank_0_only(paths):
-    seen = []
-    screen = Screen()
-    screen.heard = lambda rank, found: seen.append((rank, found and found.metrics))
-    for rank in (0, 1):
-        paths.log(rank).write_text("Loss: 0.5  loss 7\n")
-    follower = Follower(paths, [0, 1])
-    listen(follower, Reader({"mine": r"Loss: ([0-9.]+)"}), screen)
-    assert len([*follower.lines()]) == 2
-    assert seen == [(0, {"mine": 0.5}), (1, {"loss": 7.0})]
-
-
-@pytest.mark.parametrize(
-    ("texts", "patterns", "taken"),
-    [
-        ({0: "loss 1", 1: "loss 2"}, {}, [1.0]),
-        ({0: "hello", 2: "loss 3"}, {}, [3.0]),
-        ({0: "hello", 2: "loss 3"}, {"loss": r"loss ([0-9])"}, []),
-    ],
-)
-def test_the_progress_of_another_rank_must_count_if_rank_0_prints_none(paths, texts, patterns, taken):
-    found = []
-    for rank, text in texts.items():
-        paths.log(rank).write_text(f"{text}\n")
-    follower = Follower(paths, [*texts])
-    listen(follower, Reader(patterns), Screen(), lambda progress: found.append(progress.metrics["loss"]))
-    assert len([*follower.lines()]) == 2
-    assert found == taken
 
 
 @pytest.mark.parametrize(

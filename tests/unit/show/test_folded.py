@@ -5,6 +5,7 @@ import re
 import pytest
 from support.optional import not_none
 from support.plans import HERE, plan
+from support.said import said
 from support.scripted import Clock
 
 from orchestrate.record import events, run_dir
@@ -42,8 +43,8 @@ def test_events_must_count_from_when_they_happened(screen, now):
 
 def test_only_workers_of_the_generation_that_runs_may_be_shown(screen, now):
     screen.planned(plan(JobSpec(trainers=0), HERE, "a-1", generation=1))
-    screen.heard(2, parse(BAR))
-    screen.heard(0, None)
+    screen.heard(2, said(BAR))
+    screen.heard(0, [])
     assert screen.view.ranks[0].heard == now.monotonic()
     screen.activity({0: Activity("R", 1.0, 7), 2: Activity("R", 1.0, 7)})
     assert {number: rank.memory for number, rank in screen.view.ranks.items()} == {0: 7} and not status(screen.view)

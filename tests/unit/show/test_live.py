@@ -10,6 +10,7 @@ import sys
 import pytest
 from rich.console import Console
 from support.plans import HERE, plan
+from support.said import said
 from support.scripted import Clock
 
 from orchestrate import console
@@ -45,7 +46,7 @@ def drawn(state: View, now: float, width: int = 120, height: int = 40) -> list[s
 def test_a_line_must_show_the_state_of_each_worker():
     state = view(2)
     for step in range(10, 15):
-        state.ranks[0].hear(parse(TQDM.format(step)), 4.0 + step)
+        state.ranks[0].hear(said(TQDM.format(step)), 4.0 + step)
     state.activity({rank: Activity("R", 1.0, 256 << 20) for rank in range(3)}, 18.0)
     state.activity({0: Activity("R", 3.0, 256 << 20), 1: Activity("S", 1.0, 256 << 20)}, 20.0)
     state.event(events.WorkerEnded(2, "trainer-2", 1, False), 19.0)
@@ -69,7 +70,7 @@ def test_the_picture_must_fit_any_terminal_and_show_the_workers_that_need_attent
     state = view(trainers)
     last = state.ranks[trainers]
     for rank in state.ranks.values():
-        rank.hear(parse(TQDM.format(100)), 4.0)
+        rank.hear(said(TQDM.format(100)), 4.0)
     state.event(events.WorkerEnded(last.number, last.node, 1, False), 5.0)
     for _ in range(4):
         state.event(events.WarningIssued("long " * 50), 5.0)
@@ -90,14 +91,14 @@ def test_the_picture_must_fit_any_terminal_and_show_the_workers_that_need_attent
 )
 def test_a_bar_must_show_the_steps_of_the_job(line, bar, cells):
     state = view(0)
-    state.hear(0, parse(line), 4.0)
+    state.hear(0, said(line), 4.0)
     lines = drawn(state, 4.0)
     assert re.sub(" {10,}", " ", lines[1]) == bar and lines[2] == f"  0 master  running  {cells}"
 
 
 def test_a_new_generation_must_start_anew():
     state = view(1)
-    state.ranks[0].hear(parse(TQDM.format(100)), 4.0)
+    state.ranks[0].hear(said(TQDM.format(100)), 4.0)
     state.planned(plan(JobSpec(trainers=0), HERE, "digits-4f2a", generation=1))
     state.began = 2.0
     assert (
@@ -127,9 +128,9 @@ def test_metrics_of_the_script_must_be_shown():
 
 def test_a_metric_of_the_script_must_not_be_replaced_by_one_of_that_name_in_its_output():
     state = view(1)
-    state.hear(0, parse("epoch 1: loss 0.75, acc 0.5"), 4.0)
+    state.hear(0, said("epoch 1: loss 0.75, acc 0.5"), 4.0)
     state.measure({"step": 7, "loss": 0.5}, 5.0)
-    state.hear(0, parse("epoch 1: loss 0.25, acc 0.6"), 6.0)
+    state.hear(0, said("epoch 1: loss 0.25, acc 0.6"), 6.0)
     assert drawn(state, 6.0)[0].endswith("  loss 0.5  acc 0.6  epoch 1")
     state.measure({"step": 8, "loss": 0.125}, 7.0)
     assert drawn(state, 8.0)[0].endswith("  loss 0.125  acc 0.6  epoch 1")
@@ -148,9 +149,9 @@ def test_only_the_first_metrics_and_the_last_events_must_be_shown():
 def test_a_pace_must_be_that_of_the_last_steps():
     state = view(1)
     for step in range(1, 101):
-        state.hear(0, parse(f"step {step}"), 1000.0 + step)
+        state.hear(0, said(f"step {step}"), 1000.0 + step)
     for step in range(1, 2 + PACES):
-        state.hear(0, parse(f"step {100 + step}"), 1100.0 + 2 * step)
+        state.hear(0, said(f"step {100 + step}"), 1100.0 + 2 * step)
     assert state.ranks[0].pace == 2.0
 
 
@@ -182,7 +183,7 @@ def test_steps_of_bars_must_not_count_as_repeated():
     for start in (3.0, 10.0):
         state.event(events.WorkersStarted(), start)
         for step in [*range(10), *range(10)]:
-            state.hear(0, parse(TQDM.format(step)), start + step / 2)
+            state.hear(0, said(TQDM.format(step)), start + step / 2)
     assert state.goodput(20.0) == pytest.approx(17 / 20)
 
 
@@ -195,7 +196,7 @@ def test_a_loss_that_is_no_longer_a_number_must_be_shown():
 
 def test_names_in_the_output_must_not_reach_the_terminal_as_control_characters():
     state = view(1)
-    state.hear(0, parse(r"{'\x1b\x5b2Jloss': 0.5, 'acc': 0.25}"), 4.0)
+    state.hear(0, said(r"{'\x1b\x5b2Jloss': 0.5, 'acc': 0.25}"), 4.0)
     assert drawn(state, 5.0)[0].endswith("acc 0.25") and "\x1b" not in "".join(drawn(state, 5.0))
 
 
@@ -205,7 +206,7 @@ def test_an_idle_worker_must_be_seen_on_any_terminal(width, node):
     state = view(1)
     state.ranks[1].node = node
     for step in range(1, 40):
-        state.hear(0, parse(f"step {step} loss 0.123456 val_loss 0.98765"), 3.0 + step)
+        state.hear(0, said(f"step {step} loss 0.123456 val_loss 0.98765"), 3.0 + step)
     assert any("running" in line and line.endswith("  idle 58 s") for line in drawn(state, 100.0, width))
 
 
@@ -217,7 +218,7 @@ def generation_ended() -> events.GenerationEnded:
 def test_long_metrics_must_not_shorten_the_other_columns(width):
     state = view(1)
     for step in range(1, 40):
-        state.hear(0, parse(f"step {step} loss 0.123456 val_loss 0.98765 val_acc 0.55555 lr 0.0001"), 3.0 + step)
+        state.hear(0, said(f"step {step} loss 0.123456 val_loss 0.98765 val_acc 0.55555 lr 0.0001"), 3.0 + step)
     state.activity({0: Activity("R", 1.0, 500 << 20)}, 43.0)
     first = drawn(state, 43.0, width)[-3]
     assert first.startswith("  0 master     running  step 39  "), first

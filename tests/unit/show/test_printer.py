@@ -13,7 +13,7 @@ from support.plans import HERE, plan
 from support.scripted import Clock
 
 from orchestrate import console
-from orchestrate.record.logs import Follower, Line
+from orchestrate.record.logs import Block, Follower
 from orchestrate.record.times import Times, TimesWriter
 from orchestrate.show.printer import LOOK_AHEAD, MANY, Printer, Style, brief, merged, stamp
 from orchestrate.spec.spec import JobSpec
@@ -23,8 +23,8 @@ def printer(trainers: int, nproc: int = 1, **style) -> Printer:
     return Printer(plan(JobSpec(trainers=trainers, nproc_per_node=nproc), HERE, "digits-4f2a"), Style(**style))
 
 
-def lines(*texts: tuple[int, str]) -> list[Line]:
-    return [Line(rank, text, 0) for rank, text in texts]
+def lines(*texts: tuple[int, str]) -> list[Block]:
+    return [Block(rank, text, text, b"", 0) for rank, text in texts]
 
 
 def test_lines_must_have_the_rank_as_prefix_and_the_node_only_if_that_says_more():
@@ -63,7 +63,7 @@ def test_no_line_of_a_rank_may_be_lost_or_out_of_order(texts):
     for ranks, text in merged(lines(*texts)):
         assert ranks == sorted(set(ranks)) or len(ranks) == len(set(ranks))
         for rank in ranks:
-            shown[rank].append(text)
+            shown[rank] += text.split("\n")
     assert shown == written
 
 

@@ -4,10 +4,10 @@ import math
 
 import pytest
 from support.plans import HERE, plan
+from support.said import said
 
 from orchestrate.record import events
 from orchestrate.record.outcomes import Activity, Outcome
-from orchestrate.record.progress import parse
 from orchestrate.show.state import MAX_NAMES, View, clock, status, worst_first
 from orchestrate.spec.spec import JobSpec
 
@@ -39,34 +39,34 @@ def test_workers_must_be_shown_as_stopping_until_they_end(view):
 
 def test_a_pace_must_count_neither_lines_that_are_read_together_nor_steps_that_go_back(view):
     for number, step in enumerate(range(1, 6)):
-        view.hear(0, parse(f"step {step}"), 10.0 + number / 1000)
+        view.hear(0, said(f"step {step}"), 10.0 + number / 1000)
     for step, now in ((10, 20.0), (2, 20.001), (3, 22.001), (1, 30.0), (6, 40.0)):
-        view.hear(0, parse(f"step {step}"), now)
+        view.hear(0, said(f"step {step}"), now)
     assert [*view.ranks[0].paces] == pytest.approx([2.0, 2.0, 2.0])
     assert view.ranks[1].idle(40.0) == 0.0  # steps count as work of all, also after they have gone back
 
 
 def test_a_line_must_change_only_what_it_reports_and_a_step_without_a_total_must_end_the_old_one(view):
-    view.hear(0, parse(BAR), 4.0)
-    view.hear(0, parse("loss 0.5"), 5.0)
+    view.hear(0, said(BAR), 4.0)
+    view.hear(0, said("loss 0.5"), 5.0)
     assert status(view) == "step 135 of 270 (50%), 1:02 left, loss 0.5"
-    view.hear(0, parse("step 9, lr 0.1"), 6.0)
+    view.hear(0, said("step 9, lr 0.1"), 6.0)
     assert status(view) == "step 9, loss 0.5, lr 0.1" and view.ranks[0].progress.step_seconds == 2.0
-    view.hear(0, parse("step 0/90"), 7.0)
+    view.hear(0, said("step 0/90"), 7.0)
     assert status(view).startswith("step 0 of 90 (0%), ")
 
 
 def test_of_a_bar_that_starts_again_nothing_must_be_concluded_for_the_job(view):
     bar = "|  | {} [00:01<00:02, 1.00it/s, loss={}]"
     for step, shown in (("4/10", "step 4 of 10 (40%), 2 s left"), ("2/3", "step 2 of 3 (67%), 2 s left")):
-        view.hear(0, parse(bar.format(step, 0.5)), 4.0)
+        view.hear(0, said(bar.format(step, 0.5)), 4.0)
         assert status(view) == f"{shown}, loss 0.5"  # the second is that of an evaluation
-    view.hear(0, parse(bar.format("3/10", 0.25)), 5.0)
+    view.hear(0, said(bar.format("3/10", 0.25)), 5.0)
     assert status(view) == "step 3 of 10 (30%), 2 s left in this epoch, loss 0.25"
-    view.hear(0, parse("Epoch 1: " + bar.format("1/7", 0.25)), 6.0)
+    view.hear(0, said("Epoch 1: " + bar.format("1/7", 0.25)), 6.0)
     assert status(view) == "step 1 of 7 (14%), 2 s left in this epoch, loss 0.25"
     view.measure({"step": 21, "total_steps": 90}, 7.0)
-    view.hear(0, parse(bar.format("4/10", 0.125)), 8.0)
+    view.hear(0, said(bar.format("4/10", 0.125)), 8.0)
     assert status(view) == "step 21 of 90 (23%), 36 s left, loss 0.125"
 
 
@@ -76,7 +76,7 @@ def test_the_time_left_must_follow_from_the_pace_unless_the_script_reports_it(vi
     assert status(view) == "step 20 of 50 (40%), 30 s left"
     view.measure({"step": 30}, 40.0)
     assert status(view) == "step 30 of 50 (60%), 30 s left"
-    view.hear(0, parse("| 30/50 [00:04<00:00,  2.00s/it]"), 50.0)
+    view.hear(0, said("| 30/50 [00:04<00:00,  2.00s/it]"), 50.0)
     assert status(view) == "step 30 of 50 (60%), 0 s left"
 
 
@@ -109,7 +109,7 @@ def test_metrics_in_metrics_jsonl_must_be_preferred_for_rank_0_only(view):
     view.measure({"step": 7, "loss": 0.5, "ok": True}, 4.0)
     view.measure({"step": 8, "acc": 0.25}, 5.0)
     for rank in (0, 1):
-        view.hear(rank, parse("step 9 loss 2.5, lr 0.1"), 6.0)
+        view.hear(rank, said("step 9 loss 2.5, lr 0.1"), 6.0)
     assert [view.ranks[rank].progress.metrics for rank in (0, 1)] == [
         {"loss": 0.5, "acc": 0.25, "lr": 0.1},
         {"loss": 2.5, "lr": 0.1},
@@ -117,10 +117,10 @@ def test_metrics_in_metrics_jsonl_must_be_preferred_for_rank_0_only(view):
 
 
 def test_the_progress_of_a_job_must_be_that_of_the_first_worker_that_still_runs(view):
-    view.hear(0, parse("loss 0.5"), 4.0)
+    view.hear(0, said("loss 0.5"), 4.0)
     assert status(view) == "loss 0.5"  # of rank 0, whichever leads
     for rank in (1, 2):
-        view.hear(rank, parse(f"step {rank - 1}"), 4.0)
+        view.hear(rank, said(f"step {rank - 1}"), 4.0)
     assert status(view) == "step 0, loss 0.5"
     view.event(events.WorkerEnded(1, "trainer-1", 0, False), 5.0)
     assert status(view) == "step 1, loss 0.5"
@@ -132,8 +132,8 @@ def test_workers_that_failed_must_come_first_then_those_that_others_wait_for_the
     view = View(plan(JobSpec(trainers=6), HERE, "a-1"), 0.0)
     view.event(events.WorkersStarted(), 3.0)
     for rank, step in ((1, 9), (2, 8), (3, 9), (4, 0)):
-        view.ranks[rank].hear(parse(f"step {step}"), 20.0)
-    view.ranks[6].hear(None, 20.0)
+        view.ranks[rank].hear(said(f"step {step}"), 20.0)
+    view.ranks[6].hear([], 20.0)
     view.event(events.WorkerEnded(3, "trainer-3", 1, False), 21.0)
     assert [rank.number for rank in worst_first(view.ranks, 22.0)] == [3, 4, 2, 1, 6, 0, 5]
 
@@ -157,7 +157,7 @@ def test_durations_must_be_short(seconds, text):
 def test_only_the_last_metrics_must_be_kept_of_names_without_end(view):
     for number in range(500):
         view.measure({"step": number, f"a{number}": 1.0}, 4.0)
-        view.hear(1, parse(f"{{'b{number}': 1.0}}"), 4.0)
+        view.hear(1, said(f"{{'b{number}': 1.0}}"), 4.0)
     view.measure({f"c{number}": 1.0 for number in range(500)}, 5.0)
     for rank, last in zip(view.ranks.values(), ("c499", "b499")):
         assert len(rank.progress.metrics) <= MAX_NAMES and last in rank.progress.metrics

@@ -15,6 +15,7 @@ from support.optional import not_none
 from support.plans import HERE, plan
 from support.scripted import ALL_WELL, KILLED
 
+from orchestrate.cli.script import check_script
 from orchestrate.errors import EngineError, OrchestrateError, UsageError
 from orchestrate.files import folder
 from orchestrate.files.folder import Folder
@@ -25,7 +26,6 @@ from orchestrate.record.outcomes import WorkerExit
 from orchestrate.record.paths import JobPaths
 from orchestrate.record.recorder import objects
 from orchestrate.spec.spec import JobSpec
-from orchestrate.supervise import launch
 
 
 @pytest.mark.parametrize(
@@ -54,12 +54,12 @@ def test_a_script_path_must_be_relative_to_the_code_folder(tmp_path, monkeypatch
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "train.py").touch()
     monkeypatch.setattr(Path, "cwd", lambda: tmp_path)
-    spec = launch.check_script(JobSpec(command=(f"{tmp_path}/sub/../sub/train.py", "a", "/b"), trainers=5))
+    spec = check_script(JobSpec(command=(f"{tmp_path}/sub/../sub/train.py", "a", "/b"), trainers=5))
     assert (spec.command, spec.trainers) == (("sub/train.py", "a", "/b"), 5)
     monkeypatch.setattr(Path, "cwd", lambda: tmp_path / "sub")
     (tmp_path / "outside.py").touch()
     with pytest.raises(UsageError, match="is outside") as error:
-        launch.check_script(JobSpec(command=(f"{tmp_path}/outside.py",)))
+        check_script(JobSpec(command=(f"{tmp_path}/outside.py",)))
     assert error.value.hint.endswith(f"cd {tmp_path}")
 
 
@@ -72,7 +72,7 @@ def test_paths_of_a_command_must_start_where_workers_start(tmp_path, monkeypatch
         (place / "train.py").touch()
     above = os.path.relpath(tmp_path, tmp_path / kept)
     for script in ("train.py", os.path.join(above, "a/train.py"), f"{tmp_path}/a/train.py"):
-        spec = launch.check_script(JobSpec(command=(script,), chdir=chdir))
+        spec = check_script(JobSpec(command=(script,), chdir=chdir))
         expected = script if script == "train.py" else os.path.relpath("a/train.py", kept or ".")
         assert (spec.command, spec.chdir) == ((expected,), kept)
 
@@ -84,7 +84,7 @@ def test_workers_must_start_in_a_folder_of_the_code(tmp_path, monkeypatch, chdir
     (tmp_path / "out").symlink_to("..")
     (tmp_path / "loop").symlink_to("loop")
     with pytest.raises(UsageError, match="chdir: .* is no folder in ") as error:
-        launch.check_script(JobSpec(command=("file.py",), chdir=chdir))
+        check_script(JobSpec(command=("file.py",), chdir=chdir))
     assert error.value.hint == "use a path relative to that folder"
 
 
@@ -92,19 +92,19 @@ def test_a_python_script_that_does_not_exist_must_be_refused_wherever_it_would_b
     monkeypatch.chdir(tmp_path)
     for script in ("none.py", "sub/none.py", "/nowhere/none.py"):
         with pytest.raises(UsageError, match=f"the script {script} does not exist"):
-            launch.check_script(JobSpec(command=(script,)))
+            check_script(JobSpec(command=(script,)))
 
 
 def test_a_script_that_looks_like_an_option_must_not_be_one_for_python(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "-c.py").touch()
-    assert launch.check_script(JobSpec(command=("./-c.py", "-c"))).command == ("./-c.py", "-c")
+    assert check_script(JobSpec(command=("./-c.py", "-c"))).command == ("./-c.py", "-c")
 
 
 def test_a_module_must_have_a_name_and_be_resolved_by_the_nodes():
-    assert launch.check_script(JobSpec(command=("-m", "nonesuch"))).command == ("-m", "nonesuch")
+    assert check_script(JobSpec(command=("-m", "nonesuch"))).command == ("-m", "nonesuch")
     with pytest.raises(UsageError):
-        launch.check_script(JobSpec(command=("-m",)))
+        check_script(JobSpec(command=("-m",)))
 
 
 # --- files

@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
-from support.commanded import Whole, create, supervise
+from support.commanded import Whole, create, supervise, watched
 from support.methods import after, before
 from support.recording import RecordingEngine
 from support.scripted import ALL_WELL, KILLED
@@ -12,7 +12,7 @@ from orchestrate import console
 from orchestrate.record import usage
 from orchestrate.record.events import Event, JobEnded, SupervisorStarted
 from orchestrate.record.paths import JobPaths
-from orchestrate.show.screen import Screen, Shown
+from orchestrate.show.screen import Display, Screen
 from orchestrate.spec.spec import JobSpec
 from orchestrate.supervise import launch
 from orchestrate.supervise.running import Watch
@@ -24,7 +24,7 @@ class Seen(Screen):
     def __init__(self) -> None:
         self.plans: list[int] = []
         self.events: list[Event] = []
-        self.lines: list[tuple[int, int | None]] = []  # ranks, and steps that they name
+        self.lines: list[tuple[int, list[int | None]]] = []  # ranks, and steps that they name
         self.bars: list = []
         self.used: list = []
         self.watch = self.used.append
@@ -36,7 +36,7 @@ class Seen(Screen):
         self.events.append(event)
 
     def heard(self, rank, found) -> None:
-        self.lines.append((rank, found and found.step))
+        self.lines.append((rank, [one.step for one in found]))
 
     def refresh(self, bars) -> None:
         self.bars.append(bars())
@@ -45,8 +45,8 @@ class Seen(Screen):
 def test_a_screen_must_get_all_that_happens_in_a_job(paths):
     screen, engine = Seen(), Whole([[], KILLED], [ALL_WELL])
     engine.start = after(engine.start, lambda: paths.log(1).write_text("hello\nstep 3, loss 0.5\n"))
-    launch.supervise(paths, engine, lambda: 0, Shown(print, screen=screen))
-    assert screen.lines == [(1, None), (1, 3)] and screen.bars[-1] == {}
+    launch.supervise(paths, engine, lambda: 0, watched(paths, Display(print, screen=screen)))
+    assert screen.lines == [(1, [3])] and screen.bars[-1] == {}
     assert screen.plans == [0, 1] and {*screen.used[0]} == {0, 1, 2}
     assert isinstance(screen.events[0], SupervisorStarted) and isinstance(screen.events[-1], JobEnded)
 

@@ -7,7 +7,7 @@ import sys
 import threading
 
 import pytest
-from support.commanded import SPEC, Whole, create, supervise
+from support.commanded import SPEC, Whole, create, supervise, watched
 from support.methods import after, raising
 from support.optional import not_none
 from support.scripted import ALL_WELL, KILLED
@@ -16,14 +16,15 @@ from support.waiting import eventually
 from orchestrate import patience
 from orchestrate.console import stream
 from orchestrate.record import run_dir
+from orchestrate.record.logs import rest
 from orchestrate.record.outcomes import WorkerExit
 from orchestrate.record.paths import JobPaths
-from orchestrate.record.times import Times, TimesWriter
-from orchestrate.show.printer import Style
-from orchestrate.show.screen import Shown
+from orchestrate.record.times import Times
+from orchestrate.show import feed
+from orchestrate.show.printer import Printer, Style
+from orchestrate.show.screen import Display, Screen
 from orchestrate.spec.spec import JobSpec
-from orchestrate.supervise import launch, output
-from orchestrate.supervise.output import Output
+from orchestrate.supervise import launch
 
 
 @pytest.fixture
@@ -52,7 +53,7 @@ def test_all_worker_output_must_be_shown_before_the_end_with_node_and_rank(paths
 
 def test_the_end_of_a_generation_must_be_shown_before_output_of_the_next(paths, monkeypatch):
     # so that only our own messages trigger a read of the logs
-    monkeypatch.setattr(output, "INTERVAL", (3600.0, 3600.0))
+    monkeypatch.setattr(feed, "INTERVAL", (3600.0, 3600.0))
     create(paths)
     engine, shown = Whole([[WorkerExit(0, 1)]], [ALL_WELL]), []
     start = engine.start
@@ -64,15 +65,15 @@ def test_the_end_of_a_generation_must_be_shown_before_output_of_the_next(paths, 
         paths.log(0).write_text("hello\n" * engine.calls.count("start"))
 
     engine.start = write
-    launch.supervise(paths, engine, lambda: 0, Shown(shown.append))
+    launch.supervise(paths, engine, lambda: 0, watched(paths, Display(shown.append)))
     hello = [index for index, line in enumerate(shown) if "hello" in line]
     again = [index for index, line in enumerate(shown) if "restarting all workers" in line]
     assert len(hello) == 2 and len(again) == 1 and hello[0] < again[0] < hello[1]
 
 
 def test_a_flood_of_lines_must_not_delay_the_end_or_our_messages(paths, monkeypatch):
-    monkeypatch.setattr(output, "LAST_LINES_TIMEOUT", -1.0)
-    monkeypatch.setattr(output, "MAX_READ", 1 << 17)
+    monkeypatch.setattr(feed, "LAST_LINES_TIMEOUT", -1.0)
+    monkeypatch.setattr(feed, "MAX_READ", 1 << 17)
     create(paths)
     engine = Whole([ALL_WELL])
     engine.start = after(engine.start, lambda: paths.log(0).write_text("\n" * (1 << 20)))
@@ -82,9 +83,9 @@ def test_a_flood_of_lines_must_not_delay_the_end_or_our_messages(paths, monkeypa
 
 
 def test_a_flood_from_many_workers_must_not_delay_the_end(paths, monkeypatch):
-    monkeypatch.setattr(output, "LAST_LINES_TIMEOUT", -1.0)
-    monkeypatch.setattr(output, "MAX_SHOW_SECONDS", 0.01)
-    monkeypatch.setattr(output, "MAX_READ", 1 << 17)
+    monkeypatch.setattr(feed, "LAST_LINES_TIMEOUT", -1.0)
+    monkeypatch.setattr(feed, "MAX_SHOW_SECONDS", 0.01)
+    monkeypatch.setattr(feed, "MAX_READ", 1 << 17)
     create(paths)
     engine = Whole([ALL_WELL])
     start = engine.start
@@ -101,7 +102,7 @@ def test_a_flood_from_many_workers_must_not_delay_the_end(paths, monkeypatch):
 
 
 def test_lines_left_over_from_a_long_turn_must_be_shown_in_the_next_turns(paths, monkeypatch):
-    monkeypatch.setattr(output, "MAX_SHOW_SECONDS", -1.0)
+    monkeypatch.setattr(feed, "MAX_SHOW_SECONDS", -1.0)
     create(paths)
     engine = Whole([ALL_WELL])
     written = [f"line {number}" for number in range(300)]
@@ -130,7 +131,7 @@ def test_output_of_replacement_nodes_must_be_shown_under_their_own_names(paths, 
 def test_lines_must_be_shown_from_the_last_shown_position(paths):
     create(paths)
     paths.log(0).write_text("".join(f"line {number}\n" for number in range(1000)))
-    follower = launch.rest(paths, *run_dir.load(paths))
+    follower = rest(paths, *run_dir.load(paths))
     last = [line.text for line in follower.lines()]
     assert last[-1] == "line 999" and len(last) < 1000
     with paths.log(0).open("a") as file:
@@ -147,8 +148,7 @@ def test_worker_output_must_be_shown_before_a_later_message_of_ours(paths):
         shown.append(line)
         release.set()
 
-    follower, plan = launch.rest(paths, *run_dir.load(paths)), run_dir.load(paths)[1]
-    out = Output(follower, plan, Shown(show), TimesWriter(paths.times), lambda: None)
+    out = watched(paths, Display(show), rest(paths, *run_dir.load(paths)))
     with out.following():
         paths.log(0).write_text("of a worker\n")
         out.in_turn(lambda: show("ours"))
@@ -160,10 +160,8 @@ def test_worker_output_must_be_shown_before_a_later_message_of_ours(paths):
 
 def test_the_times_and_colors_of_all_lines_must_be_kept(paths):
     create(paths)
-    (_, plan), shown = run_dir.load(paths), []
-    follower = launch.rest(paths, *run_dir.load(paths))
-    style = Style(colors=True)
-    out = Output(follower, plan, Shown(shown.append, style=style), TimesWriter(paths.times), lambda: None)
+    shown: list[str] = []
+    out = watched(paths, Display(shown.append, style=Style(colors=True)))
     with out.following():
         paths.log(0).write_text("\x1b[31mred\x1b[0m\n")
         eventually(paths.times.exists)
@@ -180,27 +178,27 @@ def test_worker_output_must_be_shown_even_if_the_supervisor_crashes(paths):
     engine.wait = raising(KeyError)
     before = threading.active_count()
     with pytest.raises(KeyError):
-        launch.supervise(paths, engine, lambda: 0, Shown(shown.append))
+        launch.supervise(paths, engine, lambda: 0, watched(paths, Display(shown.append)))
     assert shown[-1] == "[0] last"
     eventually(lambda: threading.active_count() <= before)
 
 
 def test_a_reader_that_stops_reading_must_not_block_the_supervisor(paths, monkeypatch):
-    monkeypatch.setattr(output, "READER_TIMEOUT", 0.01)
+    monkeypatch.setattr(feed, "READER_TIMEOUT", 0.01)
     create(paths)
     engine, resume = Whole([KILLED], [ALL_WELL]), threading.Event()
 
     def show(line: str) -> None:
         resume.wait(60)
 
-    data = launch.supervise(paths, engine, lambda: 0, Shown(show))
+    data = launch.supervise(paths, engine, lambda: 0, watched(paths, Display(show)))
     resume.set()
     assert (data["outcome"], data["generations"]) == ("succeeded", 2)
 
 
 def test_an_error_in_the_output_thread_must_not_end_all_output(paths, monkeypatch):
     create(paths)
-    engine, texts, calls = Whole([ALL_WELL]), output.Printing.texts, []
+    engine, texts, calls = Whole([ALL_WELL]), Printer.texts, []
 
     def broken(*arguments):
         calls.append(1)
@@ -208,15 +206,15 @@ def test_an_error_in_the_output_thread_must_not_end_all_output(paths, monkeypatc
             raise KeyError("a bug")
         return texts(*arguments)
 
-    monkeypatch.setattr(output.Printing, "texts", broken)
+    monkeypatch.setattr(Printer, "texts", broken)
     engine.start = after(engine.start, lambda: paths.log(0).write_text("a line\n"))
     _, shown = supervise(paths, engine)
     assert "[0] a line" in shown
 
 
 def test_a_long_line_that_arrives_in_parts_must_be_shown_at_the_end(paths, monkeypatch):
-    monkeypatch.setattr(output, "MAX_READ", 1000)
-    monkeypatch.setattr(output, "MIN_READ", 1000)
+    monkeypatch.setattr(feed, "MAX_READ", 1000)
+    monkeypatch.setattr(feed, "MIN_READ", 1000)
     create(paths)
     engine = Whole([ALL_WELL])
     engine.start = after(engine.start, lambda: paths.log(0).write_text("x" * 100_000 + "\nlast\n"))
@@ -231,7 +229,7 @@ def test_a_progress_bar_must_go_to_the_same_stream_as_worker_output(paths, monke
     engine, shown, lines = Whole([[], ALL_WELL]), [], []
     engine.start = after(engine.start, lambda: paths.log(0).write_text("10%\r"))
     engine.wait, wait = lambda timeout: (eventually(lambda: lines), wait(timeout))[1], engine.wait
-    launch.supervise(paths, engine, lambda: 0, Shown(shown.append, lines.append))
+    launch.supervise(paths, engine, lambda: 0, watched(paths, Display(shown.append, lines.append)))
     assert lines[0] == "[0] 10%" and not any("10%" in line for line in shown)
 
 
@@ -247,11 +245,13 @@ class Stuck(io.StringIO):
 
 @pytest.mark.timeout(60)
 def test_an_unread_stdout_must_not_block_the_supervisor(paths, monkeypatch):
-    monkeypatch.setattr(output, "READER_TIMEOUT", 0.01)
+    monkeypatch.setattr(feed, "READER_TIMEOUT", 0.01)
     monkeypatch.setattr(sys, "stdout", Stuck())
     create(paths)
     paths.log(0).write_text("line\n")
-    data = launch.supervise(paths, Whole([KILLED], [ALL_WELL]), lambda: 0, Shown(lambda _: None, stream))
+    data = launch.supervise(
+        paths, Whole([KILLED], [ALL_WELL]), lambda: 0, watched(paths, Display(lambda _: None, stream))
+    )
     Stuck.resume.set()
     assert (data["outcome"], data["generations"]) == ("succeeded", 2)
 
@@ -285,8 +285,7 @@ def test_output_that_is_not_read_must_not_keep_a_job_that_was_asked_to_stop(path
     def late(number: int, frame: object) -> None:
         raise patience.Abandoned
 
-    follower, plan = launch.rest(paths, *run_dir.load(paths)), run_dir.load(paths)[1]
-    out = Output(follower, plan, Shown(show), TimesWriter(paths.times), lambda: None)
+    out = watched(paths, Display(show), rest(paths, *run_dir.load(paths)))
     handler = signal.signal(patience.SIGNAL, late)
     try:
         with out.following():
@@ -294,3 +293,32 @@ def test_output_that_is_not_read_must_not_keep_a_job_that_was_asked_to_stop(path
     finally:
         signal.signal(patience.SIGNAL, handler)
         release.set()
+
+
+def test_patterns_must_be_searched_in_the_output_of_rank_0_only(paths):
+    create(paths, dataclasses.replace(SPEC, metrics={"mine": r"Loss: ([0-9.]+)"}))
+    seen: list[tuple[int, list[dict[str, float]]]] = []
+    screen = Screen()
+    screen.heard = lambda rank, found: seen.append((rank, [one.metrics for one in found]))
+    for rank in (0, 1):
+        paths.log(rank).write_text("Loss: 0.5  loss 7\nhello\n")
+    out = watched(paths, Display(print, screen=screen))
+    assert out.turn() and not out.turn()
+    assert seen == [(0, [{"mine": 0.5}]), (1, [{"loss": 7.0}])]
+
+
+@pytest.mark.parametrize(
+    ("texts", "patterns", "taken"),
+    [
+        ({0: "loss 1", 1: "loss 2"}, {}, [1.0]),
+        ({0: "hello", 2: "loss 3"}, {}, [3.0]),
+        ({0: "hello", 2: "loss 3"}, {"loss": r"loss ([0-9])"}, []),
+    ],
+)
+def test_the_progress_of_another_rank_must_count_if_rank_0_prints_none(paths, texts, patterns, taken):
+    create(paths, dataclasses.replace(SPEC, metrics=patterns))
+    for rank, text in texts.items():
+        paths.log(rank).write_text(f"{text}\n")
+    out, found = watched(paths, Display(print)), []
+    out.listeners.append(lambda progress: found.append(progress.metrics["loss"]))
+    assert out.turn() and found == taken

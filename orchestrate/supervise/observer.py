@@ -1,0 +1,65 @@
+"""Who sees a job while a supervisor runs it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from orchestrate.plan.plan import Plan
+from orchestrate.record import usage
+from orchestrate.record.events import Event
+from orchestrate.record.outcomes import Activity
+from orchestrate.record.paths import JobPaths
+from orchestrate.record.progress import Progress
+from orchestrate.supervise.running import Watch
+
+log = logging.getLogger(__name__)
+
+
+class Observer(Protocol):
+    """Shows a job; the supervisor calls these methods, none of which may block."""
+
+    listeners: list[Callable[[Progress], None]]  # get the progress in the output of one worker
+
+    @property
+    def use(self) -> Callable[[Mapping[int, Activity]], None] | None:
+        """What gets the activity of workers, by rank; None if it is not displayed."""
+
+    def following(self) -> contextlib.AbstractContextManager[None]:
+        """Show the job during a `with` block, and all of its output before that ends."""
+
+    def planned(self, plan: Plan) -> None:
+        """Record the plan of a generation, before it starts."""
+
+    def event(self, event: Event) -> None:
+        """Show an event."""
+
+    def message(self, text: str) -> None:
+        """Show a message."""
+
+    def problems(self) -> list[str]:
+        """Return what to warn about at the end."""
+
+
+class SharedUsage(Watch):
+    """Passes what the workers are doing to an observer, and to other processes that ask for it."""
+
+    def __init__(self, paths: JobPaths, observer: Observer) -> None:
+        self.paths, self.observer = paths, observer
+
+    @property
+    def wanted(self) -> bool:
+        """Whether it is displayed, or another process asks for it."""
+        return self.observer.use is not None or usage.asked(self.paths)
+
+    def take(self, found: Mapping[int, Activity]) -> None:
+        """Pass on what the workers are doing, by rank."""
+        if use := self.observer.use:
+            use(found)
+        if usage.asked(self.paths):
+            try:
+                usage.write(self.paths, found)
+            except OSError as error:
+                log.debug("%s cannot be written: %s", self.paths.usage, error)
