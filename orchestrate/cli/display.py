@@ -21,10 +21,10 @@ from orchestrate.record import run_dir
 from orchestrate.record.events import OURS, Event, to_line
 from orchestrate.record.paths import JobPaths
 from orchestrate.record.progress import Progress
-from orchestrate.show.folded import Folded, PlainScreen
 from orchestrate.show.printer import Style
 from orchestrate.show.screen import Display, Screen
 from orchestrate.show.state import seconds_left
+from orchestrate.show.tracking import PlainScreen, TrackingScreen
 from orchestrate.spec.redact import Mask
 
 JSON_INTERVAL = 1.0  # seconds between two lines about the progress
@@ -33,7 +33,7 @@ STOPS = "Ctrl-C stops the job; closing the terminal does not"
 IMPORTANT = ("warning:", "error:", "hint:")  # how messages begin that are also printed with --quiet
 
 
-class JsonScreen(Folded):
+class JsonScreen(TrackingScreen):
     """Prints events and progress to stdout, one JSON object per line."""
 
     def __init__(self, plan: Plan, paths: JobPaths, mask: Mask, clock: Clock = SYSTEM) -> None:

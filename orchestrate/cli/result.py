@@ -10,7 +10,7 @@ from orchestrate import errors
 from orchestrate.console import print_message, stream
 from orchestrate.record.outcomes import Outcome
 from orchestrate.record.report import text
-from orchestrate.supervise.running import BY_MAX_RUN
+from orchestrate.supervise.context import BY_MAX_RUN
 
 EXIT_CODES = {Outcome.SUCCEEDED: errors.SUCCEEDED, Outcome.FAILED: errors.FAILED, Outcome.LOST: errors.LOST}
 

@@ -152,7 +152,7 @@ def load(paths: JobPaths, report: dict[str, Any] | None = None) -> Run:
 
     Raises UsageError for others, or if its files are damaged.
     """
-    spec, plan = run_dir.look(paths)
+    spec, plan = run_dir.load_for_display(paths)
     if not (data := report or run_dir.ended(paths)):
         raise UsageError(f"{paths.root.name} has not ended", f"python -m orchestrate attach {paths.root.name}")
     mask = spec.mask()

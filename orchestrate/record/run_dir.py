@@ -132,7 +132,7 @@ def load(paths: JobPaths) -> tuple[JobSpec, Plan]:
     return _read(paths, None if owners.foreign(paths.root) else records.need(paths.root))
 
 
-def look(paths: JobPaths) -> tuple[JobSpec, Plan]:
+def load_for_display(paths: JobPaths) -> tuple[JobSpec, Plan]:
     """Like `load`, but only for display: a job that has ended may come from anywhere, such as copied results."""
     return load(paths) if records.find(paths.root) or not ended(paths) else _read(paths, None)
 

@@ -15,15 +15,15 @@ from orchestrate.clock import SYSTEM, Clock
 from orchestrate.plan.plan import Plan
 from orchestrate.record.paths import JobPaths
 from orchestrate.record.progress import Progress
-from orchestrate.show.folded import Folded
 from orchestrate.show.render import picture
+from orchestrate.show.tracking import TrackingScreen
 
 INTERVAL = 0.25  # seconds between two pictures, at least
 MAX_LOAD = 0.02  # of a core; a picture of 64 ranks takes 4 to 12 ms, depending on the size of the terminal
 MAX_LINES = 500  # that wait for the next picture
 
 
-class LiveScreen(Folded):
+class LiveScreen(TrackingScreen):
     """Draws the picture at intervals, and prints lines above it."""
 
     def __init__(

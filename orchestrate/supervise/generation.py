@@ -12,12 +12,12 @@ from orchestrate.record import events, report
 from orchestrate.record.outcomes import LOST_EXIT_CODE, Cause, GenerationResult, ObservedExit, Outcome, WorkerExit
 from orchestrate.spec.causes import Reason
 from orchestrate.supervise import hang, traits
+from orchestrate.supervise.context import BY_MAX_RUN, BY_USER, ENGINE_TIMEOUT, JobContext
 from orchestrate.supervise.diagnosis import PEER_FAILURE_WINDOW, TIMEOUT, diagnose, find_root_cause, is_peer_failure
 from orchestrate.supervise.isolation_check import WorldCheck
 from orchestrate.supervise.job_files import CONTEXT, LAST_LINES
 from orchestrate.supervise.nodes import Nodes
 from orchestrate.supervise.policy import CRASH_LOOP_SECONDS
-from orchestrate.supervise.running import BY_MAX_RUN, BY_USER, ENGINE_TIMEOUT, Running
 from orchestrate.supervise.saves import Saves
 from orchestrate.supervise.tracebacks import before_dump
 
@@ -35,7 +35,7 @@ REPORT_TIMEOUT = 5.0  # seconds after the grace period for nodes to report that 
 class Generation:
     """Follows the workers of one plan."""
 
-    def __init__(self, job: Running, plan: Plan, furthest: int, nodes: Nodes) -> None:
+    def __init__(self, job: JobContext, plan: Plan, furthest: int, nodes: Nodes) -> None:
         """`furthest` is the highest step of earlier generations; `nodes` knows their hosts, and when one is back."""
         self.job, self.plan, self.emit, self.nodes = job, plan, job.emit, nodes
         self.spec, self.files, self.stops, self.clock = job.spec, job.files, job.stops, job.clock
@@ -175,11 +175,11 @@ class Generation:
         self._stop_if_over()
         if not self.why and self.files.gone():
             self._stop(REMOVED)
-        self.job.check()
+        self.job.copies.check()
         if self.clock.monotonic() > self.watched + WATCH_INTERVAL:
             self.watched = self.clock.monotonic()
-            if self.job.watch.wanted:
-                self.job.watch.take(self.job.session.activity())
+            if self.job.usage.wanted:
+                self.job.usage.take(self.job.session.activity())
         self.saves.step()
         self._check_troubles(seen.troubles)
         if self.why or self.hung:

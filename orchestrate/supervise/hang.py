@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from orchestrate.supervise.running import Running
+from orchestrate.supervise.context import JobContext
 from orchestrate.supervise.tracebacks import before_dump, ends_with_error
 
 IDLE = 0.05  # share of a core; a worker that waits for its peers uses less, although torch polls
@@ -95,7 +95,7 @@ def _others(stands: Mapping[int, Position | None], rank: int) -> str:
 class HangDetector:
     """Detects hangs: nothing was written for `hang_after`, and no worker used the CPU in the second half of it."""
 
-    def __init__(self, job: Running, limit: float) -> None:
+    def __init__(self, job: JobContext, limit: float) -> None:
         """`limit` is `hang_after` in seconds."""
         self.files, self.job, self.clock, self.limit = job.files, job, job.clock, limit
         self.checked = self.active = self.polled = self.clock.monotonic()

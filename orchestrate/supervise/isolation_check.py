@@ -12,7 +12,7 @@ from orchestrate.plan.preload import uses
 from orchestrate.record import events
 from orchestrate.record.outcomes import Use
 from orchestrate.supervise import traits
-from orchestrate.supervise.running import Running
+from orchestrate.supervise.context import JobContext
 
 CHECK_AFTER = 60.0  # seconds of training after which workers are checked while they run
 LOOK_INTERVAL = 10.0  # seconds between two looks whether training has begun
@@ -55,7 +55,7 @@ def are_isolated(uses: Mapping[int, Use], world_size: int, by_kernel: bool) -> b
 class WorldCheck:
     """Checks the workers of one generation once while they run, and at their end."""
 
-    def __init__(self, job: Running, plan: Plan) -> None:
+    def __init__(self, job: JobContext, plan: Plan) -> None:
         self.job, self.plan = job, plan
         self.uses: dict[int, Use] = {}  # by rank, of workers that have ended
         self.due = self.job.clock.monotonic() + LOOK_INTERVAL

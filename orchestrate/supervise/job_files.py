@@ -126,7 +126,7 @@ class JobFiles:
                     found[path] = facts[0], facts[1]
         return found
 
-    def tidy(self, placement: Placement) -> Written | None:
+    def remove_unchanged_copies(self, placement: Placement) -> Written | None:
         """Remove the files of the working directory that no worker has changed, once nodes cannot reach them anymore.
 
         Return the others; None if workers ran in the code folder itself.

@@ -23,10 +23,11 @@ from orchestrate.record.paths import JobPaths
 from orchestrate.record.recorder import Recorder
 from orchestrate.spec.redact import Mask
 from orchestrate.spec.spec import JobSpec
+from orchestrate.supervise.context import JobContext
 from orchestrate.supervise.job_files import JobFiles
 from orchestrate.supervise.notify import Notifier
 from orchestrate.supervise.observer import Observer, SharedUsage
-from orchestrate.supervise.stores import Stores
+from orchestrate.supervise.stores import NoCopies
 from orchestrate.supervise.supervisor import Supervisor
 from orchestrate.supervise.tensorboard import Board
 
@@ -65,12 +66,21 @@ def supervise(
 
             emit = recorder(paths, show_event, hide=hide)
             emit(SupervisorStarted(plan.job_id, prepared=round(prepared, 3)))
-            stores = _stores(spec, paths, stops, emit)
-            sink = SharedUsage(paths, observer)
-            supervisor = Supervisor(spec, plan, seen, engine, emit, stops, files, save_plan, stores, sink)
+            job = JobContext(
+                spec=spec,
+                stored_plan=plan,
+                run=seen,
+                engine=engine,
+                emit=emit,
+                stops=stops,
+                files=files,
+                copies=_copies(spec, paths, stops, emit),
+                usage=SharedUsage(paths, observer),
+            )
+            supervisor = Supervisor(job, save_plan)
             result, failure = _result(supervisor)
-        data = _end(supervisor, result, files, stores, hide)
-        _finish(files, data, stores, observer.message)
+        data = _end(supervisor, result, hide)
+        _finish(job, data, observer.message)
         for text in observer.problems():
             observer.message(f"warning: {text}")
         notifier.close()
@@ -91,27 +101,28 @@ def _result(supervisor: Supervisor) -> tuple[JobResult, OrchestrateError | None]
         return supervisor.abandon(), None
 
 
-def _stores(spec: JobSpec, paths: JobPaths, stops: Callable[[], int], emit: Recorder) -> Stores:
-    """Return the object stores of a job."""
+def _copies(spec: JobSpec, paths: JobPaths, stops: Callable[[], int], emit: Recorder) -> NoCopies:
+    """Return the copies of a job's files in object stores."""
     if not spec.checkpoints and not spec.output:
-        return Stores()
-    from orchestrate.supervise.stored import Stored  # only here: it takes time to import
+        return NoCopies()
+    from orchestrate.supervise.store_copies import StoreCopies  # only here: it takes time to import
 
-    return Stored(spec, paths, stops, emit)
+    return StoreCopies(spec, paths, stops, emit)
 
 
-def _end(supervisor: Supervisor, result: JobResult, files: JobFiles, stores: Stores, hide: Mask) -> dict[str, Any]:
+def _end(supervisor: Supervisor, result: JobResult, hide: Mask) -> dict[str, Any]:
     """Finish the files that workers wrote, record the end, and return the content of report.json without secrets."""
-    emit, ended = supervisor.emit, supervisor.history.ended
+    job, emit, ended = supervisor.job, supervisor.emit, supervisor.history.ended
+    files = job.files
     down = isinstance(emit.events[-1], NodesDown)
     work = down and supervisor.plan.placement.has_work
     written = report.Written(files.paths.work, [], False) if work else None
     try:
-        written = files.tidy(supervisor.plan.placement) if down else None
-        copies = stores.end("" if down else "nodes may still write")
+        written = files.remove_unchanged_copies(supervisor.plan.placement) if down else None
+        copies = job.copies.end("" if down else "nodes may still write")
     except patience.Abandoned:
         patience.calm()
-        copies = stores.end("copying was stopped")
+        copies = job.copies.end("copying was stopped")
     emit(JobEnded(result.outcome, result.why))
     emit.close()
     seconds, metrics, checkpoints = emit.events[-1].seconds, hide.inside(files.metrics()), files.checkpoints()
@@ -152,10 +163,10 @@ def recorder(paths: JobPaths, show_event: Callable[[Event], None] = lambda _: No
         raise UsageError(f"{paths.events} is damaged: {error}", hint) from None
 
 
-def _finish(files: JobFiles, data: dict[str, Any], stores: Stores, show: Callable[[str], None]) -> None:
+def _finish(job: JobContext, data: dict[str, Any], show: Callable[[str], None]) -> None:
     """Write the report and put the job's files in their final state; pass a warning to `show` for each failure."""
-    paths = files.paths
-    if files.gone():
+    paths = job.files.paths
+    if job.files.gone():
         return show(f"warning: {paths.root} was removed while the job ran: its report and logs are lost")
     steps: list[Callable[[], object]] = [
         lambda: _write_page(paths, data),  # first: the job has ended for others once report.json is there
@@ -163,7 +174,7 @@ def _finish(files: JobFiles, data: dict[str, Any], stores: Stores, show: Callabl
         lambda: run_dir.move_from_cluster(paths),
         lambda: folder.harmless(paths.shared),
         lambda: usage.remove(paths),
-        stores.publish,
+        job.copies.publish,
     ]
     if not data["left_behind"]:
         steps.append(lambda: records.end(paths.root))

@@ -10,7 +10,7 @@ from orchestrate.engines.ports import port
 from orchestrate.errors import EngineError, EngineLost
 from orchestrate.plan.plan import Plan, in_order, names, plan
 from orchestrate.record import events
-from orchestrate.supervise.running import Running
+from orchestrate.supervise.context import JobContext
 from orchestrate.supervise.work_copy import WorkCopy
 
 MAX_ATTEMPTS = 3  # to start nodes of a later generation, a second apart
@@ -20,7 +20,7 @@ REJOIN_INTERVAL = (10.0, 300.0)  # seconds between attempts to bring back a miss
 class Nodes:
     """The nodes of one job on its engine."""
 
-    def __init__(self, job: Running, hosts: dict[str, str], keep: Callable[[Plan], None]) -> None:
+    def __init__(self, job: JobContext, hosts: dict[str, str], keep: Callable[[Plan], None]) -> None:
         """`hosts` are the last known hosts by node, if the engine has several; `keep` saves each new plan."""
         self.job, self.plan, self.hosts, self.keep = job, job.plan, hosts, keep
         self.spec, self.emit = job.spec, job.emit

@@ -13,7 +13,7 @@ from orchestrate.record.events import Event
 from orchestrate.record.outcomes import Activity
 from orchestrate.record.paths import JobPaths
 from orchestrate.record.progress import Progress
-from orchestrate.supervise.running import Watch
+from orchestrate.supervise.context import UsageSink
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class Observer(Protocol):
         """Return what to warn about at the end."""
 
 
-class SharedUsage(Watch):
+class SharedUsage(UsageSink):
     """Passes what the workers are doing to an observer, and to other processes that ask for it."""
 
     def __init__(self, paths: JobPaths, observer: Observer) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from orchestrate.record.events import CheckpointSaved
-from orchestrate.supervise.running import Running
+from orchestrate.supervise.context import JobContext
 
 INTERVAL, MAX_LOAD = 1.0, 0.02  # seconds between two looks at the folder, at least; of a core
 QUIET, LONGEST = 2.0, 10.0  # seconds without a change after which a save is complete; after which it is noted anyway
@@ -13,7 +13,7 @@ SPACING = 500  # the time between two events is at least this part of the genera
 class Saves:
     """Compares the checkpoints folder with what it was."""
 
-    def __init__(self, job: Running) -> None:
+    def __init__(self, job: JobContext) -> None:
         self.job = job
         self.first = self.last = job.files.saved()
         self.began = self.noted = self.due = self.job.clock.monotonic()

@@ -70,7 +70,7 @@ def _amount(size: int) -> str:
     return format_bytes(size) if size >= 1 << 20 else pluralize(size, "byte")
 
 
-class Stores:
+class NoCopies:
     """No object stores."""
 
     def begin(self, stopped: Callable[[], bool]) -> None:

@@ -5,24 +5,17 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
-from orchestrate.engines.base import Engine
 from orchestrate.errors import EngineError, EngineLost, OrchestrateError
 from orchestrate.patience import Abandoned
 from orchestrate.plan.plan import Plan
 from orchestrate.record import events
-from orchestrate.record.history import History
 from orchestrate.record.outcomes import GenerationResult, JobResult, Outcome
-from orchestrate.record.recorder import Recorder
 from orchestrate.spec.patterns import Patterns
-from orchestrate.spec.spec import JobSpec
+from orchestrate.supervise.context import BY_USER, JobContext, Over
 from orchestrate.supervise.generation import Generation
-from orchestrate.supervise.job_files import JobFiles
 from orchestrate.supervise.nodes import Nodes
 from orchestrate.supervise.policy import decide
-from orchestrate.supervise.running import BY_USER, Running, Watch
-from orchestrate.supervise.stores import Stores
 
 ABANDONED = "they did not end in time after a request to stop"
 
@@ -30,42 +23,13 @@ ABANDONED = "they did not end in time after a request to stop"
 class Supervisor:
     """Runs one job from the state in its events to its end."""
 
-    def __init__(
-        self,
-        spec: JobSpec,
-        plan: Plan,
-        run: Path,
-        engine: Engine,
-        emit: Recorder,
-        stops: Callable[[], int],
-        files: JobFiles,
-        keep: Callable[[Plan], None],
-        stores: Stores | None = None,
-        watch: Watch | None = None,
-    ) -> None:
-        """`plan` is the plan of the newest generation, and `keep` saves the plan of each new one.
-        `run` is the folder that nodes see: the job folder, or the cluster's folder, which contains it.
-        `stops()` returns the number of stop requests so far.
-        """
-        plan = replace(plan, command=spec.command_line)  # plan.json has it without secrets
-        self.history = History(emit.events)
-        self.stores = stores or Stores()
-        self.job = Running(
-            spec=spec,
-            plan=plan,
-            run=run,
-            engine=engine,
-            emit=emit,
-            stops=stops,
-            files=files,
-            since=self.history.since,
-            check=self.stores.check,
-            watch=watch or Watch(),
-        )
-        self.spec, self.emit, self.stops, self.files = spec, emit, stops, files
-        self.nodes = Nodes(self.job, self.history.hosts, keep)
-        logs = [rule["log"] for rule in spec.rules if "log" in rule]
-        self.patterns = Patterns(logs, self.job.warn)
+    def __init__(self, job: JobContext, keep: Callable[[Plan], None]) -> None:
+        """`keep` saves the plan of each new generation."""
+        self.job, self.history = job, job.history
+        self.spec, self.emit, self.files = job.spec, job.emit, job.files
+        self.nodes = Nodes(job, self.history.hosts, keep)
+        logs = [rule["log"] for rule in self.spec.rules if "log" in rule]
+        self.patterns = Patterns(logs, job.warn)
         self.result = self.history.outcome
         self.connected = False  # whether the session knows the nodes, from `up` or `adopt`
 
@@ -81,7 +45,7 @@ class Supervisor:
         if self.history.running < 0 and (result or self.history.recent):
             self._reconnect()
         try:
-            self.stores.begin(self.job.is_over)
+            self.job.copies.begin(self.job.is_over)
             if result is None:
                 self.result = result = self._run_generations()
                 self.emit(events.OutcomeDecided(result.outcome, result.why))
@@ -138,42 +102,47 @@ class Supervisor:
         """Run generations until one of them ends the job."""
         try:
             ended = self._take_over()
-        except EngineLost as error:
-            return JobResult(Outcome.STOPPED, BY_USER) if self.stops() else JobResult(Outcome.LOST, str(error))
-        while True:
-            if ended is None:
-                if why := self.job.over():
-                    return JobResult(Outcome.STOPPED, why)
-                try:
-                    self.connected = True
-                    number = self.history.ended[-1].generation + 1 if self.history.ended else 0
-                    self.nodes.bring_up(number, first=not self.history.recent)
-                except EngineError as error:
-                    if why := self.job.over():
-                        return JobResult(Outcome.STOPPED, why)
-                    if not self.history.recent:
-                        raise
-                    if isinstance(error, EngineLost):
-                        return JobResult(Outcome.LOST, str(error))
-                    return JobResult(Outcome.FAILED, f"the job cannot continue: {error}")
-                if why := self.job.over():
-                    return JobResult(Outcome.STOPPED, why)
-                ended = self._record(self._next_generation().watch())
-            if ended.cause:
-                self.patterns.renew()
-                decision = decide(self.spec, self.history.recent, self._search)
-                self.emit(events.RestartDecided(decision.restart, decision.why, decision.delay))
-                if not decision.restart:
-                    return JobResult(Outcome.FAILED, decision.why)
-                if self.job.over() or self.job.sleep(decision.delay):
-                    return JobResult(Outcome.STOPPED, self.job.over())
-            elif ended.outcome != Outcome.RESCALED:
-                return JobResult(ended.outcome, ended.why)
-            ended = None
+            while True:
+                ended = ended or self._run_generation()
+                if ended.cause:
+                    self._decide_restart()
+                elif ended.outcome != Outcome.RESCALED:
+                    return JobResult(ended.outcome, ended.why)
+                ended = None
+        except Over as over:
+            return over.result
+
+    def _decide_restart(self) -> None:
+        """Wait for the delay of a restart; raises Over if there is none."""
+        self.patterns.renew()
+        decision = decide(self.spec, self.history.recent, self._search)
+        self.emit(events.RestartDecided(decision.restart, decision.why, decision.delay))
+        if not decision.restart:
+            raise Over(JobResult(Outcome.FAILED, decision.why))
+        self.job.go_on()
+        if self.job.sleep(decision.delay):
+            self.job.go_on()
+
+    def _run_generation(self) -> GenerationResult:
+        """Run the next generation to its end; raises Over, and EngineError if the first one cannot start."""
+        self.job.go_on()
+        try:
+            self.connected = True
+            number = self.history.ended[-1].generation + 1 if self.history.ended else 0
+            self.nodes.bring_up(number, first=not self.history.recent)
+        except EngineError as error:
+            self.job.go_on()
+            if not self.history.recent:
+                raise
+            if isinstance(error, EngineLost):
+                raise Over(JobResult(Outcome.LOST, str(error))) from None
+            raise Over(JobResult(Outcome.FAILED, f"the job cannot continue: {error}")) from None
+        self.job.go_on()
+        return self._record(self._next_generation().watch())
 
     def _search(self, pattern: str, text: str) -> bool:
         """Whether a rule's pattern matches a worker's output; false, without a search, if the job is to stop."""
-        return not self.stops() and self.patterns.search(pattern, text)
+        return not self.job.stops() and self.patterns.search(pattern, text)
 
     def _take_over(self) -> GenerationResult | None:
         """Continue an earlier supervisor's generation; return its result, or None if there was none."""
@@ -184,7 +153,11 @@ class Supervisor:
         self.files.begin(self.plan.generation)
         generation = self._generation()
         generation.restore(self.history.exits, self.history.stopping, self.history.states)
-        self.job.retry(generation.adopt, EngineLost, events.EngineLost)
+        try:
+            self.job.retry(generation.adopt, EngineLost, events.EngineLost)
+        except EngineLost as error:
+            self.job.go_on()
+            raise Over(JobResult(Outcome.LOST, str(error))) from None
         return self._record(generation.watch())
 
     def _next_generation(self) -> Generation:

@@ -1,4 +1,4 @@
-"""Copies the code folder of a job to its working directory, while its nodes start."""
+"""NoCopies the code folder of a job to its working directory, while its nodes start."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from orchestrate.files.paths import WORK
 from orchestrate.files.work import Copy
 from orchestrate.host import users
 from orchestrate.record import events
-from orchestrate.supervise.running import Running
+from orchestrate.supervise.context import JobContext
 
 NAMED = 3  # files and folders that a warning names
 
@@ -19,7 +19,7 @@ NAMED = 3  # files and folders that a warning names
 class WorkCopy:
     """The copy of a job's code folder; files that exist in the working directory are kept."""
 
-    def __init__(self, job: Running) -> None:
+    def __init__(self, job: JobContext) -> None:
         self.job, self.ending = job, False
         self.running: Future[Copy] | None = None
 

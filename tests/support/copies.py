@@ -10,7 +10,7 @@ from orchestrate.record.recorder import Recorder
 from orchestrate.record.report import Copied
 from orchestrate.spec.spec import JobSpec
 from orchestrate.storage.store import open_store
-from orchestrate.supervise.stored import Stored
+from orchestrate.supervise.store_copies import StoreCopies
 from support.object_stores import Saved
 
 
@@ -21,7 +21,7 @@ class Copies:
         self.job, self.stops = Saved(folder / "run"), stops
         spec = JobSpec(checkpoints=f"file://{folder}/store", output=f"file://{folder}/output" if output else "")
         self.emit = Recorder(folder / "events.jsonl", clock=clock)
-        self.stored = Stored(spec, JobPaths(folder / "run"), lambda: self.stops, self.emit)
+        self.stored = StoreCopies(spec, JobPaths(folder / "run"), lambda: self.stops, self.emit)
 
     def end(self, refused: str = "") -> list[Copied]:
         copies = self.stored.end(refused)

@@ -9,7 +9,9 @@ from orchestrate.record.paths import JobPaths
 from orchestrate.record.recorder import Recorder
 from orchestrate.spec.redact import Mask
 from orchestrate.spec.spec import JobSpec
+from orchestrate.supervise.context import JobContext, UsageSink
 from orchestrate.supervise.job_files import JobFiles
+from orchestrate.supervise.stores import NoCopies
 from orchestrate.supervise.supervisor import Supervisor
 from support.plans import HERE, plan
 
@@ -78,24 +80,24 @@ class Job:
         self.stops = lambda: 0
         self.events: list[dict] = []
 
-    def run(self, engine, spec=None, plan_=None, stores=None, watch=None) -> JobResult:
+    def run(self, engine, spec=None, plan_=None, copies=None, usage=None) -> JobResult:
         wait = engine.wait
         engine.wait = lambda timeout: (self.clock.sleep(timeout), wait(timeout))[1]
         spec = spec or JobSpec(trainers=2, grace=0.01)
         first = plan_ or plan(spec, HERE, "j", 29500)
         emit = Recorder(self.paths.events, clock=self.clock)
-        self.supervisor = Supervisor(
-            spec,
-            first,
-            self.paths.shared,
-            engine,
-            emit,
-            lambda: self.stops(),
-            JobFiles(self.paths),
-            self.write_plan,
-            stores,
-            watch,
+        job = JobContext(
+            spec=spec,
+            stored_plan=first,
+            run=self.paths.shared,
+            engine=engine,
+            emit=emit,
+            stops=lambda: self.stops(),
+            files=JobFiles(self.paths),
+            copies=copies or NoCopies(),
+            usage=usage or UsageSink(),
         )
+        self.supervisor = Supervisor(job, self.write_plan)
         try:
             return self.supervisor.supervise()
         finally:

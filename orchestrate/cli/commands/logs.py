@@ -56,7 +56,7 @@ def add_arguments(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the output of workers: all of it, or what the options select; with `--follow`, until the job ends."""
     paths = find.paths_of(args)
-    spec, plan = run_dir.look(paths)
+    spec, plan = run_dir.load_for_display(paths)
     if args.rank is not None:
         args.ranks = str(args.rank)
     wanted = display.ranks(args.ranks, len(plan.workers)) if args.ranks else range(len(plan.workers))

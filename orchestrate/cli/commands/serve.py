@@ -29,8 +29,8 @@ from orchestrate.record import lock, report, run_dir
 from orchestrate.record.logs import clean, rest
 from orchestrate.record.paths import JobPaths
 from orchestrate.show.feed import Feed, Recorded
-from orchestrate.show.folded import Folded
 from orchestrate.show.screen import Display
+from orchestrate.show.tracking import TrackingScreen
 
 if TYPE_CHECKING:
     from orchestrate.pages.curves import Curve
@@ -55,7 +55,7 @@ HEADERS = {
 }
 
 
-class LiveJobPage(Folded):
+class LiveJobPage(TrackingScreen):
     """A running job, as its page shows it."""
 
     def __init__(self, paths: JobPaths, clock: Clock) -> None:
@@ -173,10 +173,10 @@ class Site:
     def _logs(self, paths: JobPaths) -> str:
         from orchestrate.pages import site
 
-        return site.logs(paths.root.name, len(run_dir.look(paths)[1].workers))
+        return site.logs(paths.root.name, len(run_dir.load_for_display(paths)[1].workers))
 
     def _log(self, paths: JobPaths, rank: int) -> str:
-        mask = run_dir.look(paths)[0].mask()
+        mask = run_dir.load_for_display(paths)[0].mask()
         try:
             with paths.folder.open(f"logs/rank-{rank}.log") as file:
                 lines = deque(last(file, MAX_LOG, MAX_ROWS), MAX_ROWS)

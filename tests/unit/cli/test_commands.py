@@ -22,7 +22,7 @@ from orchestrate.host import records
 from orchestrate.record import lock
 from orchestrate.record.paths import JobPaths
 from orchestrate.show import feed
-from orchestrate.supervise.running import BY_MAX_RUN, BY_USER
+from orchestrate.supervise.context import BY_MAX_RUN, BY_USER
 
 # --- finding a job
 

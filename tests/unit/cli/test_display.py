@@ -23,9 +23,9 @@ from orchestrate.record.outcomes import Activity
 from orchestrate.record.paths import JobPaths
 from orchestrate.record.recorder import Recorder
 from orchestrate.show.feed import Feed, Recorded
-from orchestrate.show.folded import PlainScreen
 from orchestrate.show.live import LiveScreen
 from orchestrate.show.screen import Display, Screen
+from orchestrate.show.tracking import PlainScreen
 from orchestrate.spec.spec import JobSpec
 
 

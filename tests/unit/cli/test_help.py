@@ -9,7 +9,7 @@ from orchestrate.cli import result
 from orchestrate.cli.main import main
 from orchestrate.cli.options import EXITS
 from orchestrate.errors import EngineError, ResourceError, UsageError
-from orchestrate.supervise.running import BY_MAX_RUN, BY_USER
+from orchestrate.supervise.context import BY_MAX_RUN, BY_USER
 
 # --- help
 

@@ -90,7 +90,8 @@ def test_curves_of_a_running_job_must_go_on_from_the_step_that_it_repeats(site, 
     metrics = running.shared / "metrics.jsonl"
     metrics.write_text("".join(f'{{"step": {step}, "loss": {step}}}\n' for step in range(1, 100)))
     assert 'aria-label="loss, last value 99' in site.get("/jobs/a-1/").text
-    run_dir.keep(running, dataclasses.replace(run_dir.look(running)[1], generation=1), run_dir.look(running)[0])
+    spec, plan = run_dir.load(running)
+    run_dir.keep(running, dataclasses.replace(plan, generation=1), spec)
     noted(running, GenerationStarting(1, ("master", "trainer-1", "trainer-2"), 3, 29501), WorkersStarted())
     site.server.site.watches.clear()  # as another server, which reads the curves at once
     with metrics.open("a") as file:

@@ -18,7 +18,7 @@ from orchestrate.record import lock, run_dir
 from orchestrate.record.events import GenerationStarting
 from orchestrate.record.paths import JobPaths
 from orchestrate.spec.spec import JobSpec
-from orchestrate.supervise.running import BY_USER
+from orchestrate.supervise.context import BY_USER
 
 
 def test_stop_with_dry_run_must_only_show_what_it_would_remove(do, paths, engine):

@@ -37,7 +37,7 @@ def test_settings_command_and_machine_must_be_those_of_the_job_without_secrets(t
         **{"trainers": "2", "grace": "0.01", "env": "{API_TOKEN: '***'}"},
         "before": f"[echo, '***{' x' * 60}']",
     }
-    plan = run_dir.look(paths)[1]
+    plan = run_dir.load_for_display(paths)[1]
     inventory = dataclasses.replace(plan.inventory, memory=8 << 30)
     run_dir.keep(paths, dataclasses.replace(plan, gpus=("GPU-a", "GPU-b"), inventory=inventory), spec)
     paths.patch.write_text("+x\n")

@@ -17,10 +17,10 @@ from orchestrate import console
 from orchestrate.record import events, run_dir
 from orchestrate.record.outcomes import Activity, Outcome
 from orchestrate.record.progress import parse
-from orchestrate.show.folded import Folded, PlainScreen
 from orchestrate.show.live import MAX_LINES, LiveScreen, shown
 from orchestrate.show.render import picture, spark
 from orchestrate.show.state import PACES, View
+from orchestrate.show.tracking import PlainScreen, TrackingScreen
 from orchestrate.spec.spec import JobSpec
 
 HIDE, SHOW = "\x1b[?25l", "\x1b[?25h"  # the cursor
@@ -232,7 +232,7 @@ def test_a_sparkline_must_show_the_last_values_from_0_to_their_maximum():
 
 def test_a_line_of_status_must_be_printed_from_time_to_time(paths, capsys):
     now = Clock()
-    screen = PlainScreen(run_dir.look(paths)[1], paths, clock=now)
+    screen = PlainScreen(run_dir.load_for_display(paths)[1], paths, clock=now)
 
     def after(seconds: int, step: int) -> str:
         """What is printed meanwhile, if the script writes this step at the end."""
@@ -253,16 +253,16 @@ def test_a_line_of_status_must_be_printed_from_time_to_time(paths, capsys):
 
 def test_a_line_of_status_must_show_the_state_of_a_progress_bar(paths, capsys):
     now = Clock()
-    screen = PlainScreen(run_dir.look(paths)[1], paths, clock=now)
+    screen = PlainScreen(run_dir.load_for_display(paths)[1], paths, clock=now)
     now.sleep(16)
     screen.refresh(lambda: {0: parse(TQDM.format(135))})
     assert capsys.readouterr().err == "a-1: step 135 of 270 (50%), 1:02 left in this epoch, loss 0.25\n"
 
 
 def test_only_the_end_of_long_metrics_must_be_read(paths, monkeypatch):
-    monkeypatch.setattr("orchestrate.show.folded.MAX_METRICS", 1000)
+    monkeypatch.setattr("orchestrate.show.tracking.MAX_METRICS", 1000)
     (paths.shared / "metrics.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in range(1000)))
-    screen = Folded(run_dir.look(paths)[1], paths)
+    screen = TrackingScreen(run_dir.load_for_display(paths)[1], paths)
     screen.catch_up({})
     assert screen.view.lead.progress.step == 999
 
@@ -299,7 +299,7 @@ def printed(terminal: Terminal) -> list[str]:
 
 def test_all_lines_must_be_on_the_terminal_when_the_view_closes(paths, monkeypatch):
     terminal = attached(monkeypatch)
-    with pytest.raises(KeyError), shown(run_dir.look(paths)[1], paths, KEYS, str):
+    with pytest.raises(KeyError), shown(run_dir.load_for_display(paths)[1], paths, KEYS, str):
         for number in range(2):
             console.print_message(f"[/0] line {number}")
         raise KeyError
@@ -315,7 +315,7 @@ def test_the_view_must_show_phases_activity_and_metrics_without_secrets(paths, m
     streams = sys.stdout, sys.stderr
     console.phase("before")
     (paths.shared / "metrics.jsonl").write_text('{"hunter2": 1, "loss": 0.5}\n')
-    with shown(run_dir.look(paths)[1], paths, KEYS, lambda text: text.replace("hunter2", "***")) as screen:
+    with shown(run_dir.load_for_display(paths)[1], paths, KEYS, lambda text: text.replace("hunter2", "***")) as screen:
         assert streams == (sys.stdout, sys.stderr) and screen.watch
         screen.watch({0: Activity("R", 1.0, 3 << 20)})
         screen.refresh(dict)
@@ -330,7 +330,7 @@ def test_the_view_must_show_phases_activity_and_metrics_without_secrets(paths, m
 
 def test_a_line_that_is_printed_while_the_view_closes_must_be_on_the_terminal(paths, monkeypatch):
     terminal = attached(monkeypatch)
-    with shown(run_dir.look(paths)[1], paths, KEYS, str) as screen:
+    with shown(run_dir.load_for_display(paths)[1], paths, KEYS, str) as screen:
 
         def close() -> None:
             terminal.asked = Terminal().asked
@@ -344,7 +344,7 @@ def test_a_line_that_is_printed_while_the_view_closes_must_be_on_the_terminal(pa
 
 def test_many_lines_must_not_wait_for_the_next_picture_and_be_printed_once(paths, monkeypatch):
     terminal = attached(monkeypatch)
-    with shown(run_dir.look(paths)[1], paths, KEYS, str) as screen:
+    with shown(run_dir.load_for_display(paths)[1], paths, KEYS, str) as screen:
         for number in range(MAX_LINES):
             console.print_message(f"line {number}")
         assert len(printed(terminal)) == MAX_LINES
@@ -354,7 +354,7 @@ def test_many_lines_must_not_wait_for_the_next_picture_and_be_printed_once(paths
 
 def test_a_job_must_go_on_without_its_terminal_and_keep_nothing_for_it(paths, monkeypatch):
     terminal = attached(monkeypatch)
-    with shown(run_dir.look(paths)[1], paths, KEYS, str) as screen:
+    with shown(run_dir.load_for_display(paths)[1], paths, KEYS, str) as screen:
         terminal.gone = OSError(errno.EIO, "Input/output error")
         for number in range(2 * MAX_LINES):
             console.print_message(f"line {number}")
@@ -365,7 +365,7 @@ def test_a_job_must_go_on_without_its_terminal_and_keep_nothing_for_it(paths, mo
 
 def test_lines_must_be_printed_once_a_busy_terminal_takes_them(paths, monkeypatch):
     terminal = attached(monkeypatch)
-    with shown(run_dir.look(paths)[1], paths, KEYS, str) as screen:
+    with shown(run_dir.load_for_display(paths)[1], paths, KEYS, str) as screen:
         console.print_message("line 0")
         terminal.gone = BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
         screen.refresh(dict)
@@ -376,7 +376,7 @@ def test_lines_must_be_printed_once_a_busy_terminal_takes_them(paths, monkeypatc
 @pytest.mark.parametrize("number", [errno.EIO, errno.EAGAIN])
 def test_a_terminal_that_does_not_take_the_last_picture_must_not_end_the_job(paths, monkeypatch, number):
     terminal = attached(monkeypatch)
-    with shown(run_dir.look(paths)[1], paths, KEYS, str):
+    with shown(run_dir.load_for_display(paths)[1], paths, KEYS, str):
         terminal.gone = OSError(number, os.strerror(number))
 
 
@@ -385,7 +385,7 @@ def test_pictures_must_be_drawn_less_often_if_they_take_long(paths, monkeypatch,
     attached(monkeypatch)
     clock, drawings = Clock(), list[float]()
     with contextlib.closing(
-        LiveScreen(run_dir.look(paths)[1], paths, KEYS, clock=clock, cpu=lambda: len(drawings) * seconds)
+        LiveScreen(run_dir.load_for_display(paths)[1], paths, KEYS, clock=clock, cpu=lambda: len(drawings) * seconds)
     ) as screen:
 
         def bars() -> dict:  # is asked for each picture

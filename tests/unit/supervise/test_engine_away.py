@@ -117,7 +117,7 @@ def test_an_engine_that_comes_back_must_be_asked_which_workers_it_still_has(job)
 
 
 def test_an_engine_that_does_not_come_back_must_lose_the_job(job, monkeypatch):
-    for module in ("supervise.running", "supervise.generation"):
+    for module in ("supervise.context", "supervise.generation"):
         monkeypatch.setattr(f"orchestrate.{module}.ENGINE_TIMEOUT", 0.6)
     engine = RecordingEngine([])
     engine.wait = raising(EngineLost("gone"))

@@ -142,7 +142,7 @@ def test_settings_must_not_become_metrics_but_the_last_lines_may_be_printed_once
 
 
 def test_workers_that_ran_in_the_code_folder_itself_must_have_no_list_of_written_files(files):
-    assert files.tidy(HERE.placement) is None
+    assert files.remove_unchanged_copies(HERE.placement) is None
 
 
 def test_long_last_lines_must_be_truncated(files):

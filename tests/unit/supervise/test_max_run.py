@@ -9,8 +9,8 @@ from support.scripted import KILLED
 from orchestrate.errors import EngineError
 from orchestrate.record.outcomes import JobResult, Outcome
 from orchestrate.spec.spec import JobSpec
-from orchestrate.supervise.running import STOPPING_TIMEOUT
-from orchestrate.supervise.stores import Stores
+from orchestrate.supervise.context import STOPPING_TIMEOUT
+from orchestrate.supervise.stores import NoCopies
 
 STOPPED = JobResult(Outcome.STOPPED, "max_run was reached")
 SPEC = JobSpec(trainers=2, grace=1.0, max_run=30.0)
@@ -59,13 +59,13 @@ def test_the_delay_before_a_restart_must_end(job, seconds):
 
 
 def test_fetching_of_checkpoints_must_end(job):
-    class Endless(Stores):
+    class Endless(NoCopies):
         def begin(self, stopped) -> None:
             while not stopped():
                 job.clock.sleep(1.0)
 
     engine = RecordingEngine([])
-    assert job.run(engine, SPEC, stores=Endless()) == STOPPED
+    assert job.run(engine, SPEC, copies=Endless()) == STOPPED
     assert "start" not in engine.calls
 
 

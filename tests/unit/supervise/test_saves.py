@@ -11,8 +11,8 @@ from orchestrate.engines.base import Observed
 from orchestrate.record.recorder import Recorder
 from orchestrate.spec.spec import JobSpec
 from orchestrate.supervise import saves
+from orchestrate.supervise.context import JobContext
 from orchestrate.supervise.job_files import JobFiles
-from orchestrate.supervise.running import Running
 
 SPEC = JobSpec(trainers=2, grace=0.01, hang_after=0.0)
 
@@ -93,8 +93,8 @@ def test_a_folder_that_takes_long_to_list_must_be_listed_rarely(job):
 
     listed: list[float] = []
     emit, files = Recorder(job.paths.events, clock=job.clock), Slow(job.paths)
-    running = Running(
-        spec=SPEC, plan=plan(SPEC, HERE, "j"), run=job.paths.shared, engine=RecordingEngine(), emit=emit,
+    running = JobContext(
+        spec=SPEC, stored_plan=plan(SPEC, HERE, "j"), run=job.paths.shared, engine=RecordingEngine(), emit=emit,
         stops=lambda: 0, files=files,
     )  # fmt: skip
     looks = saves.Saves(running)

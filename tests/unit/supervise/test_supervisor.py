@@ -326,7 +326,7 @@ def test_a_full_disk_must_delay_the_restart_until_all_files_are_copied(job):
 
 
 def test_a_disk_that_stays_full_must_end_the_job_and_leave_files_on_the_nodes(job, monkeypatch):
-    for module in ("supervise.running", "supervise.generation"):
+    for module in ("supervise.context", "supervise.generation"):
         monkeypatch.setattr(f"orchestrate.{module}.ENGINE_TIMEOUT", 0.01)
     engine = RecordingEngine([KILLED])
     engine.start = after(engine.start, lambda: engine.full.extend([OSError(errno.ENOSPC, "full")] * 9))

@@ -15,7 +15,7 @@ from orchestrate.record.paths import JobPaths
 from orchestrate.show.screen import Display, Screen
 from orchestrate.spec.spec import JobSpec
 from orchestrate.supervise import launch
-from orchestrate.supervise.running import Watch
+from orchestrate.supervise.context import UsageSink
 
 
 class Seen(Screen):
@@ -75,14 +75,14 @@ def test_the_phase_of_a_job_must_be_shown_until_its_workers_write(paths, output,
 
 
 def test_nodes_must_be_asked_what_their_workers_use_once_a_second(job):
-    class Always(Watch):
+    class Always(UsageSink):
         wanted = True
 
         def take(self, found) -> None:
             taken.append({*found})
 
     taken: list[set[int]] = []
-    assert job.run(RecordingEngine([*[[]] * 35, ALL_WELL]), watch=Always()).outcome == "succeeded"
+    assert job.run(RecordingEngine([*[[]] * 35, ALL_WELL]), usage=Always()).outcome == "succeeded"
     assert taken == [{0, 1, 2}] * 4
 
 

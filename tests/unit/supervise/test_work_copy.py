@@ -37,7 +37,7 @@ def test_what_was_copied_must_be_known_to_the_next_supervisor(tmp_path, monkeypa
     (copied,) = job.noted("code_copied")  # not again at the restart
     assert (copied["files"], copied["bytes"], copied["links"]) == (1, 3, 0)
     (tmp_path / "code" / "train.py").write_text("fixed meanwhile")
-    written = JobFiles(job.paths).tidy(wanted.placement)
+    written = JobFiles(job.paths).remove_unchanged_copies(wanted.placement)
     assert written and (written.files, written.complete) == ([], True)
     assert not os.listdir(job.paths.shared / "work")
 

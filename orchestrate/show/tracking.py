@@ -25,7 +25,7 @@ FIRST_STATUS, STATUS_INTERVAL = 15.0, 60.0  # seconds to the first line of statu
 READ_INTERVAL = 5.0  # seconds between two reads of metrics.jsonl
 
 
-class Folded(Screen):
+class TrackingScreen(Screen):
     """Folds everything into a View."""
 
     def __init__(self, plan: Plan, paths: JobPaths, hide: Callable[[str], str] = str, clock: Clock = SYSTEM) -> None:
@@ -82,11 +82,11 @@ class Folded(Screen):
                 self.view.enter("", self.clock.monotonic())  # the workers are working
 
 
-class PlainScreen(Folded):
+class PlainScreen(TrackingScreen):
     """Prints a line of status from time to time."""
 
     def __init__(self, plan: Plan, paths: JobPaths, hide: Callable[[str], str] = str, clock: Clock = SYSTEM) -> None:
-        """The same as a Folded."""
+        """The same as a TrackingScreen."""
         super().__init__(plan, paths, hide, clock)
         self.printed, self.due, self.next_read = "", clock.monotonic() + FIRST_STATUS, 0.0
 

@@ -11,8 +11,8 @@ from support.scripted import Clock
 from orchestrate.record import events, run_dir
 from orchestrate.record.outcomes import Activity
 from orchestrate.record.progress import parse
-from orchestrate.show.folded import Folded, PlainScreen
 from orchestrate.show.state import status
+from orchestrate.show.tracking import PlainScreen, TrackingScreen
 from orchestrate.spec.spec import JobSpec
 
 BAR = " 50%|#####     | 135/270 [00:04<01:02,  2.00s/it, loss=0.25]"
@@ -29,7 +29,7 @@ def now():
 
 @pytest.fixture
 def screen(paths, now):
-    return Folded(run_dir.look(paths)[1], paths, hide, now)
+    return TrackingScreen(run_dir.load_for_display(paths)[1], paths, hide, now)
 
 
 def test_events_must_count_from_when_they_happened(screen, now):
@@ -68,7 +68,7 @@ def test_a_phase_must_end_once_the_script_reports_progress(screen, paths, now, r
 
 
 def test_metrics_must_be_read_from_time_to_time_and_an_empty_status_must_not_be_printed(paths, now, capsys):
-    screen, reads = PlainScreen(run_dir.look(paths)[1], paths, hide, now), []
+    screen, reads = PlainScreen(run_dir.load_for_display(paths)[1], paths, hide, now), []
     (paths.shared / "metrics.jsonl").write_text('{"hunter2": 1}\n')
     for _ in range(40):
         now.sleep(0.5)

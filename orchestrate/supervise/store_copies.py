@@ -22,7 +22,7 @@ from orchestrate.storage.mirror import Mirror
 from orchestrate.storage.output import RECORD, Refused, upload
 from orchestrate.storage.parallel import Stopped, each, stoppable
 from orchestrate.storage.store import open_store
-from orchestrate.supervise.stores import Stores
+from orchestrate.supervise.stores import NoCopies
 
 NO_PROGRESS = 120.0  # seconds without progress at the end of a job until copying is given up
 RETRY_INTERVAL = 2.0  # seconds until a failed copy of output is tried again
@@ -31,7 +31,7 @@ MAX_WARNINGS, MAX_WARNING = 20, 500  # different ones, and characters of each: a
 
 
 @dataclass
-class Stored(Stores):
+class StoreCopies(NoCopies):
     """One or two object stores."""
 
     spec: JobSpec

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -13,10 +13,12 @@ from orchestrate.engines.base import Engine, Session
 from orchestrate.errors import EngineError
 from orchestrate.plan.plan import Plan
 from orchestrate.record.events import DiskFull, Event, WarningIssued
-from orchestrate.record.outcomes import Activity
+from orchestrate.record.history import History
+from orchestrate.record.outcomes import Activity, JobResult, Outcome
 from orchestrate.record.recorder import Recorder
 from orchestrate.spec.spec import JobSpec
 from orchestrate.supervise.job_files import JobFiles
+from orchestrate.supervise.stores import NoCopies
 
 ENGINE_TIMEOUT = 300.0  # seconds that the engine may not respond, or the disk of the run directory may be full
 STOPPING_TIMEOUT = 10.0  # the same in seconds while the job is being stopped
@@ -24,8 +26,8 @@ BY_USER, BY_MAX_RUN = "stopped by the user", "max_run was reached"
 TRANSIENT_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
 
 
-class Watch:
-    """Wants no activity of workers; `Usage` in `output.py` overrides this."""
+class UsageSink:
+    """Gets what the workers are doing, every second if it is wanted; this one wants nothing."""
 
     @property
     def wanted(self) -> bool:
@@ -36,29 +38,45 @@ class Watch:
         """Take what the workers are doing, by rank."""
 
 
+class Over(Exception):
+    """The job is over."""
+
+    def __init__(self, result: JobResult) -> None:
+        self.result = result
+
+
 class _TransientError(OSError):
     """A write that may succeed later, once the disk has space or works again."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Running:
+class JobContext:
     """A job that is being supervised."""
 
     spec: JobSpec
-    plan: Plan  # of the newest generation when this supervisor started
+    stored_plan: Plan  # of the newest generation when this supervisor started; without secrets
     run: Path  # the folder that nodes see: the job folder, or the cluster's folder, which contains it
     engine: Engine
     emit: Recorder
     stops: Callable[[], int]  # number of stop requests so far
     files: JobFiles
-    check: Callable[[], None] = lambda: None  # to be called several times a second while workers run
-    watch: Watch = field(default_factory=Watch)  # gets what the workers are doing, every second if it is wanted
-    since: float = 0.0  # seconds from the job's start to its last resumption
+    copies: NoCopies = field(default_factory=NoCopies)
+    usage: UsageSink = field(default_factory=UsageSink)
 
     @property
     def clock(self) -> Clock:
         """The clock of the job."""
         return self.emit.clock
+
+    @cached_property
+    def plan(self) -> Plan:
+        """The plan of the newest generation when this supervisor started."""
+        return replace(self.stored_plan, command=self.spec.command_line)
+
+    @cached_property
+    def history(self) -> History:
+        """The state of the job when this supervisor started."""
+        return History(self.emit.events)
 
     @cached_property
     def session(self) -> Session:
@@ -73,8 +91,13 @@ class Running:
         """Return why the job is to end: it was asked to, or `max_run` was reached; empty if it goes on."""
         if self.stops():
             return BY_USER
-        late = self.spec.max_run and self.emit.seconds() - self.since > self.spec.max_run
+        late = self.spec.max_run and self.emit.seconds() - self.history.since > self.spec.max_run
         return BY_MAX_RUN if late else ""
+
+    def go_on(self) -> None:
+        """Raise Over if the job is to end."""
+        if why := self.over():
+            raise Over(JobResult(Outcome.STOPPED, why))
 
     def is_over(self) -> bool:
         """Whether the job is to end."""

@@ -30,12 +30,12 @@ from orchestrate.storage.mirror import Mirror, State
 from orchestrate.storage.output import MAX_FAILURES, upload
 from orchestrate.storage.parallel import AT_ONCE, Stopped
 from orchestrate.storage.store import open_store
-from orchestrate.supervise.stored import NO_PROGRESS, RETRY_INTERVAL, Stored
-from orchestrate.supervise.stores import Stores, prepare
+from orchestrate.supervise.store_copies import NO_PROGRESS, RETRY_INTERVAL, StoreCopies
+from orchestrate.supervise.stores import NoCopies, prepare
 
 
 def test_nodes_must_be_removed_if_the_store_fails_when_a_job_is_taken_over(tmp_path, monkeypatch):
-    class Failing(Stores):
+    class Failing(NoCopies):
         def begin(self, stopped):
             raise StorageError("access denied")
 
@@ -44,17 +44,17 @@ def test_nodes_must_be_removed_if_the_store_fails_when_a_job_is_taken_over(tmp_p
     before(events.GenerationStarting(0, ("master",), 1, 29500))
     before.close()
     with pytest.raises(StorageError):
-        job.run(RecordingEngine(), stores=Failing())
+        job.run(RecordingEngine(), copies=Failing())
     assert job.noted("nodes_down")
 
 
 def test_a_store_must_be_checked_for_problems_while_workers_run(job):
-    class Checked(Stores):
+    class Checked(NoCopies):
         def check(self):
             checks.append(job.names())
 
     checks: list = []
-    job.run(RecordingEngine([[], [], ALL_WELL]), stores=Checked())
+    job.run(RecordingEngine([[], [], ALL_WELL]), copies=Checked())
     assert len(checks) == 3
 
 
@@ -127,13 +127,13 @@ def test_the_end_of_a_job_must_not_wait_forever_for_a_store_that_is_down(
     tmp_path, monkeypatch, rclone, patience, stops, error, hint
 ):
     """Until nothing has been copied for long, or the user asks to stop."""
-    monkeypatch.setattr("orchestrate.supervise.stored.NO_PROGRESS", patience)
+    monkeypatch.setattr("orchestrate.supervise.store_copies.NO_PROGRESS", patience)
     rclone.kill()
     job = Saved(tmp_path / "run")
     job.write("last.pt", b"weights")
     spec = JobSpec(checkpoints="s3://bucket/checkpoints", output="s3://bucket/output")
     emit = Recorder(tmp_path / "events.jsonl")
-    stored = Stored(spec, JobPaths(tmp_path / "run"), lambda: next(stops), emit)
+    stored = StoreCopies(spec, JobPaths(tmp_path / "run"), lambda: next(stops), emit)
     stored.begin(never)
     copies: list[Copied] = []
     phases: list[str] = []
@@ -302,7 +302,7 @@ def test_no_secret_must_be_published_with_the_output_of_a_job(tmp_path):
     emit(events.JobResumed())
     for path in (paths.report, paths.page, paths.patch):
         path.write_text("canary-7")
-    Stored(spec, paths, lambda: 0, emit).publish()
+    StoreCopies(spec, paths, lambda: 0, emit).publish()
     emit.close()
     published = {path.name: path.read_text() for path in (tmp_path / "out").rglob("*") if path.is_file()}
     assert published.keys() == {
