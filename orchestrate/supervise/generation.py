@@ -19,6 +19,7 @@ from orchestrate.supervise.job_files import CONTEXT, LAST_LINES
 from orchestrate.supervise.nodes import Nodes
 from orchestrate.supervise.policy import CRASH_LOOP_SECONDS
 from orchestrate.supervise.saves import Saves
+from orchestrate.supervise.stopping import Stopping
 from orchestrate.supervise.tracebacks import before_dump
 
 FAILED, RESCALED, REMOVED = "a worker failed", "a node is back", "its run directory was removed"
@@ -29,7 +30,6 @@ MAX_ENGINE_LOSSES = 50  # number of times that the engine may be lost during one
 # Seconds after a failure until workers on GPUs are killed: a worker that waits in NCCL does not handle SIGTERM.
 NCCL_STOP_TIMEOUT = 5.0
 WATCH_INTERVAL = 1.0  # seconds between two looks at what the workers are doing, if that is shown
-REPORT_TIMEOUT = 5.0  # seconds after the grace period for nodes to report that their workers have exited
 
 
 class Generation:
@@ -49,22 +49,21 @@ class Generation:
         self.known: dict[int, Reason] = {}  # by rank: reasons that exit codes do not show
         self.engine_lost = ""  # the error when the engine was lost
         self.hung: Cause | None = None
-        self.why = ""  # why the workers are being stopped
-        self.requested, self.sent = 0, 0  # stop signals: 1 for SIGTERM, 2 for SIGKILL
+        self.stopping: Stopping | None = None  # while they run, and are not to stop
         self.handled_stops = 0  # number of the user's stop requests handled so far
-        self.give_up = float("inf")  # when to stop waiting for the workers to exit
-        self.patient = float("inf")  # when the grace period of workers is about to end
         self.failing = float("inf")  # when the others are stopped after a failure
-        self.killing = float("inf")  # when workers that are still running are killed
-        self.killed_late = False  # whether that has happened: one of them may be the worker that held up the others
         self.started = self.clock.monotonic()  # start of this generation; later, of its first worker
-        self.killed: list[int] = []  # ranks of workers that had not ended after the grace period
         self.saves = Saves(job)
         self.hang_detector = hang.HangDetector(job, self.spec.hang_after) if self.spec.hang_after else None
         self.world = WorldCheck(job, plan)
         self.watched = 0.0  # when what the workers are doing was last shown
         self.troubles: dict[str, tuple[str, float]] = {}  # by node: kind of trouble, start time
         self.boundary: object = None  # the checkpoints when a missing node came back
+
+    @property
+    def why(self) -> str:
+        """Why the workers are being stopped; empty while they are not."""
+        return self.stopping.why if self.stopping else ""
 
     # --- taking over from another supervisor
 
@@ -85,9 +84,9 @@ class Generation:
 
     def adopt(self) -> None:
         """Find running workers, started by another supervisor or before the engine was lost."""
-        self.sent = 0
-        if self.why:
-            self._extend_deadline()
+        if self.stopping:
+            self.stopping.sent = None
+            self.stopping.extend(self.clock.monotonic())
         unknown = self.job.session.adopt(self.plan) & self.running
         if unknown:  # not known to their nodes, which are up
             for rank in unknown:
@@ -98,7 +97,7 @@ class Generation:
 
     def watch(self) -> GenerationResult:
         """Follow the workers until all have exited."""
-        while self.running and self.clock.monotonic() < self.give_up:
+        while self.running and not (self.stopping and self.clock.monotonic() >= self.stopping.give_up):
             try:
                 self._launch()
                 self._step()
@@ -123,8 +122,8 @@ class Generation:
                     for rank in sorted(self.running)
                 ]
         if self.why in (BY_USER, BY_MAX_RUN):
-            if self.killed:
-                ranks, grace = report.name_ranks(sorted(self.killed)), self.spec.grace
+            if self.stopping and self.stopping.killed:
+                ranks, grace = report.name_ranks(sorted(self.stopping.killed)), self.spec.grace
                 self.job.warn(f"{ranks} did not end after SIGTERM: killed after the grace period of {grace:g} s")
             return self._result(Outcome.STOPPED, self.why)
         if self.why == RESCALED and not any(end.exit.code and not end.ours for end in self.ends):
@@ -161,16 +160,17 @@ class Generation:
             self.awaited, self.noted = set(), self.clock.monotonic()
 
     def _step(self) -> None:
-        if self.sent < self.requested:
-            self.job.session.stop(Stop.KILL if self.requested > 1 else Stop.TERMINATE)
-            self.sent = self.requested
+        if self.stopping and (signal := self.stopping.due()):
+            self.job.session.stop(signal)
+            self.stopping.sent = signal
         seen = self.job.session.wait(timeout=0.1)
         for end in seen.exits:
             if end.rank in self.running:
                 self._ended(end)
         self._stop_if_failing()
-        if self.clock.monotonic() > self.killing:
-            self._kill()
+        now = self.clock.monotonic()
+        if self.stopping and now > self.stopping.kill_at and self.stopping.escalate(now):
+            self.emit(events.WorkersStopping(self.why, kill=True))
         self._check_started(seen.starting)
         self._stop_if_over()
         if not self.why and self.files.gone():
@@ -209,14 +209,14 @@ class Generation:
     def _ended(self, end: WorkerExit) -> None:
         self.running.discard(end.rank)
         node = self.plan.workers[end.rank].node
-        stopping = bool(self.why or self.hung)
+        stopping, state = bool(self.why or self.hung), self.stopping
         ours = stopping and end.asked
         self.emit(events.WorkerEnded(end.rank, node, end.code, stopping=ours, use=end.use))
         self.world.ended(end.rank, end.use)
-        if self.requested < 2 or self.killed_late:  # other killed workers do not show a cause
+        if not state or not state.kill or state.killed_late:  # other killed workers do not show a cause
             self.ends.append(ObservedExit(self.emit.seconds(), end, ours))
-        if ours and end.code == LOST_EXIT_CODE and self.clock.monotonic() > self.patient:
-            self.killed.append(end.rank)
+        if state and ours and end.code == LOST_EXIT_CODE and self.clock.monotonic() > state.patient:
+            state.killed.append(end.rank)
         if end.code and not stopping:
             timeout = is_peer_failure(self.files.last_lines(end.rank), TIMEOUT)
             self.failing = min(self.failing, self.clock.monotonic() + PEER_FAILURE_WINDOW * timeout)
@@ -240,26 +240,15 @@ class Generation:
             self._stop(FAILED)
 
     def _stop(self, why: str) -> None:
-        if not self.why:
-            self.why, self.patient = why, self.clock.monotonic() + self.spec.grace - 1.0
-        self.requested = 2 if self.stops() > 1 or (self.hung and self.why == FAILED) else max(1, self.requested)
+        now = self.clock.monotonic()
+        state = self.stopping = self.stopping or Stopping(why, self.spec.grace, now)
+        state.kill = state.kill or self.stops() > 1 or bool(self.hung and state.why == FAILED)
+        state.extend(now)
         with contextlib.suppress(OSError):  # a full disk; the nodes stop the workers anyway
             self.files.fence(self.plan.generation, over=True)
-        self.emit(events.WorkersStopping(why, kill=self.requested > 1))
-        if self.why == FAILED and self.plan.gpus:
-            self.killing = min(self.killing, self.clock.monotonic() + NCCL_STOP_TIMEOUT)
-        self._extend_deadline()
-
-    def _kill(self) -> None:
-        """Kill the workers that are still running."""
-        self.killing = float("inf")
-        if self.requested < 2:
-            self.requested, self.killed_late = 2, True
-            self.emit(events.WorkersStopping(self.why, kill=True))
-            self._extend_deadline()
-
-    def _extend_deadline(self) -> None:
-        self.give_up = self.clock.monotonic() + REPORT_TIMEOUT + (0 if self.requested > 1 else self.spec.grace)
+        self.emit(events.WorkersStopping(why, kill=state.kill))
+        if state.why == FAILED and self.plan.gpus:
+            state.kill_at = min(state.kill_at, now + NCCL_STOP_TIMEOUT)
 
     def _check_troubles(self, found: dict[str, str]) -> None:
         """Track nodes in trouble: wait for paused ones, and treat a partition as a failure after a timeout."""

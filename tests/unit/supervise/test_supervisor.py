@@ -249,7 +249,7 @@ def test_workers_that_a_request_to_stop_had_to_kill_must_be_named(job, takes, co
 
 
 def test_nodes_whose_workers_do_not_end_must_be_removed_before_the_next_generation(job, monkeypatch):
-    monkeypatch.setattr("orchestrate.supervise.generation.REPORT_TIMEOUT", 0.01)
+    monkeypatch.setattr("orchestrate.supervise.stopping.REPORT_TIMEOUT", 0.01)
     engine = RecordingEngine([[WorkerExit(1, 137)]], [ALL_WELL], stubborn=True)
     assert job.run(engine).outcome == "succeeded"
     assert engine.calls == ["up", "start", "stop", "discard master trainer-2", "up", "start", "down"]
