@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from orchestrate.clock import Clock
-from orchestrate.engines.base import Stop
+from orchestrate.engines.base import Stop, never
 from orchestrate.engines.connection import ANSWER_TIMEOUT, NodeConnection
 from orchestrate.errors import EngineError, EngineLost, UsageError
 from orchestrate.host import records
@@ -353,3 +353,28 @@ def key_of(run: Path) -> bytes:
     if not key:
         raise EngineError(f"cannot connect to the nodes: {run.parent.name} has ended", "start the job or cluster again")
     return key
+
+
+class ClientSession:
+    """What sessions have in common, wherever their nodes run; see `Session`."""
+
+    clients: NodeClients
+
+    def wait_until_warm(self, nodes: Iterable[str], patience: float) -> bool:
+        """Wait until nodes have imported the modules for workers."""
+        return self.clients.wait_until_warm(nodes, patience)
+
+    def gather(self, stopped: Callable[[], bool]) -> None:
+        """Do nothing: nodes write to the job folder directly."""
+
+    def start(self, plan: Plan, stopped: Callable[[], bool] = never) -> None:
+        """Start the workers of a plan."""
+        self.clients.start(plan)
+
+    def activity(self) -> dict[int, Activity]:
+        """Report what the running workers are doing."""
+        return self.clients.activity()
+
+    def stop(self, how: Stop) -> None:
+        """Stop all workers."""
+        self.clients.stop(how)

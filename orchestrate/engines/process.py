@@ -19,9 +19,9 @@ from pathlib import Path
 from orchestrate.clock import SYSTEM, Clock
 from orchestrate.console import during
 from orchestrate.engines import check_cache, sockets, venv
-from orchestrate.engines.base import SWARMS, JobState, Observed, Stop, ignoring, never
+from orchestrate.engines.base import SWARMS, JobState, Observed, ignoring, never
 from orchestrate.engines.connection import NodeConnection
-from orchestrate.engines.node_clients import NodeClients, key_of
+from orchestrate.engines.node_clients import ClientSession, NodeClients, key_of
 from orchestrate.errors import EngineError, ResourceError
 from orchestrate.files.paths import NODE, PROJECT, code_folder
 from orchestrate.host import private
@@ -32,7 +32,7 @@ from orchestrate.node.warm import SUPPORTED, processes
 from orchestrate.plan.container import UNBUFFERED
 from orchestrate.plan.plan import Inventory, Placement, Plan, WorkerPlan, may_use_torch
 from orchestrate.plan.preload import preload
-from orchestrate.record.outcomes import LOST_EXIT_CODE, Activity, WorkerExit
+from orchestrate.record.outcomes import LOST_EXIT_CODE, WorkerExit
 from orchestrate.spec.causes import Reason
 from orchestrate.spec.folders import data_folders
 from orchestrate.spec.source import GIT
@@ -146,7 +146,7 @@ class ProcessEngine:
         shutil.rmtree(self.state / job_id, ignore_errors=True)
 
 
-class ProcessSession:
+class ProcessSession(ClientSession):
     """The node processes of one job."""
 
     def __init__(
@@ -208,29 +208,14 @@ class ProcessSession:
         """Return the running nodes, all on this machine."""
         return {name: "" for name, node in list(self.nodes.items()) if node.alive()}
 
-    def wait_until_warm(self, nodes: Iterable[str], patience: float) -> bool:
-        """Wait until nodes have imported the modules for workers."""
-        return self.clients.wait_until_warm(nodes, patience)
-
     def adopt(self, plan: Plan) -> set[int]:
         """Find the nodes by their sockets, and take over their workers."""
         self._find_nodes()
         return self.clients.adopt(plan)
 
-    def gather(self, stopped: Callable[[], bool]) -> None:
-        """Do nothing: nodes write to the job folder directly."""
-
-    def start(self, plan: Plan, stopped: Callable[[], bool] = never) -> None:
-        """Start the workers of a plan."""
-        self.clients.start(plan)
-
     def wait(self, timeout: float) -> Observed:
         """Wait for exits of workers; local processes are neither paused nor cut off from the network."""
         return Observed(self.clients.wait(timeout), self.clients.starting())
-
-    def activity(self) -> dict[int, Activity]:
-        """Report what the running workers are doing."""
-        return self.clients.activity()
 
     def explain(self, end: WorkerExit, node: str) -> Reason | None:
         """Return the cause: the node has ended, or the kernel killed a process for lack of memory."""
@@ -241,10 +226,6 @@ class ProcessSession:
             if end.code == LOST_EXIT_CODE and self.clients.exit_hints.get(end.rank) == "oom"
             else None
         )
-
-    def stop(self, how: Stop) -> None:
-        """Stop all workers."""
-        self.clients.stop(how)
 
     def discard(self, nodes: Iterable[str]) -> None:
         """Kill nodes, with their workers."""

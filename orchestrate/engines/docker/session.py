@@ -21,13 +21,13 @@ from orchestrate.engines.docker.client import Daemon, Events, begin
 from orchestrate.engines.docker.guard import Guard, wanted
 from orchestrate.engines.docker.services import Services
 from orchestrate.engines.docker.volumes import WIPED, volumes
-from orchestrate.engines.node_clients import NODE_EXIT_TIMEOUT, NodeClients, key_of
+from orchestrate.engines.node_clients import NODE_EXIT_TIMEOUT, ClientSession, NodeClients, key_of
 from orchestrate.errors import EngineError, EngineLost
 from orchestrate.files.paths import PACKAGE, PROJECT
 from orchestrate.node import protocol
 from orchestrate.plan.container import PIPE
 from orchestrate.plan.plan import Plan, WorkerPlan
-from orchestrate.record.outcomes import Activity, WorkerExit
+from orchestrate.record.outcomes import WorkerExit
 from orchestrate.record.paths import JobPaths
 from orchestrate.spec.causes import Reason
 from orchestrate.spec.spec import JobSpec
@@ -42,7 +42,7 @@ SOCKETS = "/run/orchestrate"  # folder of node sockets in nodes that share our k
 LISTEN_TIMEOUT = 60.0  # seconds from a container's start until its node listens; idle, 5 with the lowest `cpus`
 
 
-class DockerSession:
+class DockerSession(ClientSession):
     """The containers of one job, started by Compose and found by label."""
 
     secrets = compose_override.SECRETS
@@ -160,17 +160,10 @@ class DockerSession:
         """Return the nodes that are running and neither paused nor cut off; all are on this machine."""
         return dict.fromkeys(self._healthy_nodes(), "")
 
-    def wait_until_warm(self, nodes: Iterable[str], patience: float) -> bool:
-        """Wait until nodes have imported the modules for workers."""
-        return self.clients.wait_until_warm(nodes, patience)
-
     def adopt(self, plan: Plan) -> set[int]:
         """Find the nodes by label, and take over their workers."""
         self.nodes = self._list_nodes()
         return self.clients.adopt(plan)
-
-    def gather(self, stopped: Callable[[], bool]) -> None:
-        """Do nothing: nodes write to the job folder directly."""
 
     def start(self, plan: Plan, stopped: Callable[[], bool] = never) -> None:
         """Start the workers on their nodes."""
@@ -178,7 +171,7 @@ class DockerSession:
             self.guard.finish(self._healthy_nodes)
         self.clients.listen(0)  # earlier events are about earlier generations
         self.seen_events = {}
-        self.clients.start(plan)
+        super().start(plan)
 
     def wait(self, timeout: float) -> Observed:
         """Wait for exits of workers; check the containers every few seconds."""
@@ -188,10 +181,6 @@ class DockerSession:
             self.last_listed = self.clock.monotonic()
         self._warn()
         return Observed(exits, self.clients.starting(), dict(self.troubles))
-
-    def activity(self) -> dict[int, Activity]:
-        """Report what the running workers are doing."""
-        return self.clients.activity()
 
     def explain(self, end: WorkerExit, node: str) -> Reason | None:
         """Return the cause, from the node's report, events, and the state of the container."""
@@ -227,7 +216,7 @@ class DockerSession:
         if how is not Stop.DUMP:
             paused = {name for name, what in self.troubles.items() if what == "paused"}
             self.daemon.each([self.nodes[name] for name in paused & self.nodes.keys()], Container.unpause)
-        self.clients.stop(how)
+        super().stop(how)
 
     def discard(self, nodes: Iterable[str]) -> None:
         """Remove nodes by force."""

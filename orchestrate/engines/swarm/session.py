@@ -14,9 +14,9 @@ from concurrent import futures
 from pathlib import Path
 from typing import BinaryIO
 
-from orchestrate.engines.base import Observed, Stop, never
+from orchestrate.engines.base import Observed, never
 from orchestrate.engines.connection import ANSWER_TIMEOUT, NodeConnection, one_at_a_time
-from orchestrate.engines.node_clients import NodeClients, key_of
+from orchestrate.engines.node_clients import ClientSession, NodeClients, key_of
 from orchestrate.engines.swarm import service_spec
 from orchestrate.engines.swarm.manager import ApiObject, Manager, ended, is_healthy, is_starting
 from orchestrate.engines.swarm.objects import SwarmJob
@@ -28,7 +28,7 @@ from orchestrate.node import protocol
 from orchestrate.node.protocol import LEASE_TIMEOUT, RENEW_INTERVAL, SEND_TIMEOUT
 from orchestrate.plan import container
 from orchestrate.plan.plan import Plan, WorkerPlan
-from orchestrate.record.outcomes import Activity, WorkerExit
+from orchestrate.record.outcomes import WorkerExit
 from orchestrate.spec.causes import Reason
 from orchestrate.spec.spec import JobSpec
 
@@ -52,7 +52,7 @@ PORTS = "7946/tcp, 7946/udp and 4789/udp must be open between the hosts: python 
 PIPE = ["python", *container.PIPE]
 
 
-class SwarmSession:
+class SwarmSession(ClientSession):
     """The nodes of one job."""
 
     secrets = service_spec.SECRETS
@@ -109,10 +109,6 @@ class SwarmSession:
         """Return the nodes that have the code, on hosts that are up, with their hosts."""
         found = self._update_nodes().items()
         return {name: self.manager.host(task) for name, task in found if task["ID"] in self.have_code}
-
-    def wait_until_warm(self, nodes: Iterable[str], patience: float) -> bool:
-        """Wait until nodes have imported the modules for workers."""
-        return self.clients.wait_until_warm(nodes, patience)
 
     def adopt(self, plan: Plan) -> set[int]:
         """Find the nodes by their services, and take over their workers."""
@@ -171,10 +167,6 @@ class SwarmSession:
         self.clients.broadcast(protocol.GetStatus())  # serves as a heartbeat
         self.asked = dict.fromkeys(self.clients.connections, self.clock.monotonic()) | self.asked
 
-    def activity(self) -> dict[int, Activity]:
-        """Report what the running workers are doing."""
-        return self.clients.activity()
-
     def explain(self, end: WorkerExit, node: str) -> Reason | None:
         """Return the cause, from the node's report, or the state of its task and host."""
         if why := self.clients.out_of_memory(end):
@@ -192,10 +184,6 @@ class SwarmSession:
             if node in self.clients.connections or self.clock.monotonic() > deadline:
                 return None if node in self.clients.connections else Reason.HOST_LOST
             self.clock.sleep(0.2)
-
-    def stop(self, how: Stop) -> None:
-        """Stop all workers."""
-        self.clients.stop(how)
 
     def discard(self, nodes: Iterable[str]) -> None:
         """Abandon nodes: Swarm cannot remove a single task, so they are removed at the end."""
