@@ -45,6 +45,8 @@ def forbidden(path) -> set[str]:
     found = {name for name, files in allowed.items() if name in tops and where not in files}
     if "docker" in tops and not where.startswith(("orchestrate/engines/docker/", "orchestrate/engines/swarm/")):
         found.add("docker")
+    if where.startswith("orchestrate/supervise/"):
+        found |= {name for name in names if name.startswith("orchestrate.show")}
     if where.startswith("orchestrate/node/") and where != host:
         others = {name.split(".")[0] for name in names if not name.startswith("orchestrate.node")}
         found |= others - sys.stdlib_module_names
