@@ -36,6 +36,7 @@ INTERVAL = (0.05, 0.25)  # seconds between reads of the logs, while workers writ
 MAX_READ, MIN_READ = 1 << 20, 8 << 10  # bytes of all logs, and at least of each, per read
 MAX_SHOW_SECONDS = 1.0  # seconds to show the lines of one read, before what has happened meanwhile
 LAST_LINES_TIMEOUT = 10.0  # seconds to show the remaining output at the end of a job
+RECENT = 50  # lines of other workers in which their progress is searched, of those read together
 USAGE_INTERVAL = 1.0  # seconds
 READER_TIMEOUT = 60.0  # seconds for a slow reader of our output to take the last lines
 
@@ -181,7 +182,10 @@ class Feed:
             yield block
 
     def _hear(self, block: Block) -> None:
-        found = [one for line in block.text.split("\n") if (one := self._parse(block.rank, line))]
+        lines = block.text.split("\n")
+        if block.rank > self.lowest:  # only its current progress is shown
+            lines = lines[-RECENT:]
+        found = [one for line in lines if (one := self._parse(block.rank, line))]
         self.screen.heard(block.rank, found)
         if found and block.rank <= self.lowest:
             self.lowest = block.rank

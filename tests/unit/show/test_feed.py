@@ -295,6 +295,16 @@ def test_output_that_is_not_read_must_not_keep_a_job_that_was_asked_to_stop(path
         release.set()
 
 
+def test_the_progress_of_one_rank_must_be_read_line_by_line_and_that_of_the_others_as_it_is_now(paths):
+    create(paths)
+    screen, seen = Screen(), {}
+    screen.heard = lambda rank, found: seen.setdefault(rank, [one.step for one in found])
+    for rank in (0, 1):
+        paths.log(rank).write_text("".join(f"step {step}\n" for step in range(1000)))
+    assert watched(paths, Display(print, screen=screen)).turn()
+    assert seen[0] == [*range(1000)] and seen[1][-1] == 999 and len(seen[1]) < 100
+
+
 def test_patterns_must_be_searched_in_the_output_of_rank_0_only(paths):
     create(paths, dataclasses.replace(SPEC, metrics={"mine": r"Loss: ([0-9.]+)"}))
     seen: list[tuple[int, list[dict[str, float]]]] = []
