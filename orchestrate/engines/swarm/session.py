@@ -43,6 +43,7 @@ FIRST_CONNECT_TIMEOUT, RECONNECT_TIMEOUT = 20.0, 2.0
 HOST_DOWN_TIMEOUT = 25.0  # seconds until Swarm reports that a host is down; it needs 15
 # Seconds until a node that is cut off has killed its workers.
 LEASE_OVER_AFTER = LEASE_TIMEOUT + 2 * RENEW_INTERVAL + 2 * SEND_TIMEOUT
+TASK_END_TIMEOUT = 3.0  # seconds for Swarm to report the end of a task whose connection has closed
 LOG_TIMEOUT = 5.0  # seconds for Swarm to return the last lines of a lost task
 LAST_LINES_TIMEOUT = 10.0  # seconds to copy the last lines of workers
 SYNC_TIMEOUT = 3600.0  # seconds to copy all files of a job at its end
@@ -263,12 +264,21 @@ class SwarmSession(ClientSession):
         """Complete the logs of lost workers from Swarm's log, if it responds soon."""
         lost, self.lost = self.lost, {}
         tasks = self.swarm.look() if lost else {}
+        until = self.clock.monotonic() + TASK_END_TIMEOUT
+        while lost and self._any_runs(tasks, lost.values()) and self.clock.monotonic() < until:
+            self.clock.sleep(0.2)  # the log of a task is complete once Swarm reports its end
         for rank, node in lost.items():
             task, path = tasks.get(node), self.files / log(rank)
             asked = self.pool.submit(self.swarm.output, task) if task and self.manager.answers(task) else None
             with contextlib.suppress(futures.TimeoutError, OSError), path.open("r+b") as file:
                 file.seek(max(0, file.seek(0, os.SEEK_END) - (1 << 16)))
                 file.write(rescued(file.read(), asked.result(LOG_TIMEOUT) if asked else b"", rank))
+
+    def _any_runs(self, tasks: dict[str, ApiObject], nodes: Iterable[str]) -> bool:
+        """Whether one of these tasks still runs, as far as Swarm knows."""
+        wanted = {tasks[node]["ID"] for node in nodes if node in tasks}
+        found = [task for task in self.swarm.look().values() if task["ID"] in wanted]
+        return any(is_healthy(task) and self.manager.answers(task) for task in found)
 
     # --- access to nodes, for their connections
 

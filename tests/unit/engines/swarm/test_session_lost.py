@@ -253,6 +253,27 @@ def test_the_last_lines_of_a_lost_worker_must_be_added_to_its_log_if_available(
         )
 
 
+def test_the_log_of_a_lost_task_must_be_asked_for_once_swarm_reports_its_end(engine, stub, clock, tmp_path):
+    (tmp_path / "logs").mkdir()
+    log = tmp_path / "logs" / "rank-1.log"
+    log.write_bytes(b"first\n")
+    began = clock.now
+
+    def output(task) -> bytes:
+        seconds.append(clock.now - began)
+        return b"[rank 1] first\n[rank 1] second\n"
+
+    def later(seconds: float, sleep=clock.sleep) -> None:
+        sleep(seconds)
+        if clock.now > began + 1:
+            stub.tasks[0]["Status"]["State"] = "failed"
+
+    seconds: list[float] = []
+    engine.swarm.output, clock.sleep, engine.lost = output, later, {1: "trainer-1"}
+    engine._complete_logs()
+    assert log.read_bytes() == b"first\nsecond\n" and 1.0 <= seconds[0] < 1.5
+
+
 def test_the_workers_of_a_silent_node_must_be_waited_for_until_its_lease_expires(engine, clock):
     connected(engine, "trainer-1")
     engine.last_heard["trainer-1"] = heard = clock.now - 3
