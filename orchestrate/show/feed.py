@@ -57,6 +57,8 @@ class Feed:
         self.lowest = 0 if spec.metrics else sys.maxsize  # the rank of that worker: the lowest that has printed some
         self.queued: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self.wake, self.done = threading.Event(), threading.Event()
+        self.used: Mapping[int, Activity] | None = None  # the last activity of workers, until it is displayed
+        self.stuck = False  # whether our output is not read at the end
         self.remaining: Iterator[str] = iter(())  # text of a read that took too long to show
 
     # --- what happens in the job
@@ -78,21 +80,28 @@ class Feed:
 
     def message(self, text: str) -> None:
         """Show a message at once."""
-        self.display.message(text)
+        if self.stuck:
+            log.warning("not shown: %s", text)
+        else:
+            self.display.message(text)
 
     def problems(self) -> list[str]:
         """Describe patterns of the job file that have found nothing, at the end of a job."""
         return self.reader.problems()
 
     @property
-    def use(self) -> Callable[[Mapping[int, Activity]], None] | None:
-        """Return what gets the activity of workers, by rank; None if it is not displayed."""
-        return self.screen.watch
+    def wants_use(self) -> bool:
+        """Whether the activity of workers is displayed."""
+        return self.screen.watch is not None
+
+    def use(self, found: Mapping[int, Activity]) -> None:
+        """Show the activity of workers, by rank."""
+        self.used = found
 
     def in_turn(self, action: Callable[[], None]) -> None:
         """Queue what is to be shown after the lines that workers have written so far."""
         if self.done.is_set():  # nothing is read anymore
-            return action()
+            return None if self.stuck else action()
         self.queued.put(action)
         self.wake.set()  # show it before the next generation's output
 
@@ -114,6 +123,7 @@ class Feed:
                 self.done.set()
                 self.wake.set()
                 thread.join(READER_TIMEOUT)
+                self.stuck = thread.is_alive()
                 self._phase("")
             except patience.Abandoned:  # the logs have the rest
                 patience.calm()
@@ -155,6 +165,9 @@ class Feed:
                 log.debug("no times of lines: %s", error)
         for _ in range(count):
             self.queued.get()()
+        used, self.used = self.used, None
+        if used is not None and self.screen.watch:
+            self.screen.watch(used)
         if self.display.phases and (bar := self.printer.bar(self.follower.bars(), time.time())):
             progress(bar, self.display.show)
         self.screen.refresh(self._bars)
@@ -229,7 +242,7 @@ class Recorded:
 
     def _use(self) -> None:
         """Show what the workers use, if the screen does; their supervisor writes it once it is asked."""
-        if not self.feed.screen.watch or time.monotonic() < self.due:
+        if not self.feed.wants_use or time.monotonic() < self.due:
             return
         self.due = time.monotonic() + USAGE_INTERVAL
         with contextlib.suppress(OSError):
@@ -237,7 +250,7 @@ class Recorded:
         written, found = usage.read(self.paths)
         if written > self.used:
             self.used = written
-            self.feed.screen.watch(found)
+            self.feed.use(found)
 
 
 def _history(paths: JobPaths) -> list[Event]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 
 from rich.console import Console
@@ -20,7 +21,8 @@ from orchestrate.show.tracking import TrackingScreen
 
 INTERVAL = 0.25  # seconds between two pictures, at least
 MAX_LOAD = 0.02  # of a core; a picture of 64 ranks takes 4 to 12 ms, depending on the size of the terminal
-MAX_LINES = 500  # that wait for the next picture
+MAX_LINES, MAX_WAITING = 500, 1 << 18  # lines that wait for the next picture, and their characters
+LOCK_TIMEOUT = 1.0  # seconds
 
 
 class LiveScreen(TrackingScreen):
@@ -50,7 +52,8 @@ class LiveScreen(TrackingScreen):
             redirect_stderr=False,
             get_renderable=self._picture,
         )
-        self.lines: list[str] = []
+        self.lines: deque[str] = deque()  # for the next picture
+        self.waiting = 0  # characters in them
         self.due = 0.0  # when the next picture may be drawn
         self.watch = self.activity
 
@@ -60,15 +63,17 @@ class LiveScreen(TrackingScreen):
 
     def above(self, line: str) -> None:
         """Print a line above the picture, with the next one; at once if there is none anymore."""
-        with self.lock:
-            self.lines.append(line)
-            if len(self.lines) >= MAX_LINES or not self.live.is_started:
+        self.lines.append(line)
+        self.waiting += len(line)
+        with self._held() as held:
+            if held and (len(self.lines) >= MAX_LINES or self.waiting >= MAX_WAITING or not self.live.is_started):
                 self._draw()
 
     def phase(self, text: str) -> None:
         """Show what is in progress."""
-        with self.lock:
-            self.view.enter(text, self.clock.monotonic())
+        with self._held() as held:
+            if held:
+                self.view.enter(text, self.clock.monotonic())
 
     def refresh(self, bars: Callable[[], Mapping[int, Progress | None]]) -> None:
         """Draw again, unless that was just done."""
@@ -81,11 +86,21 @@ class LiveScreen(TrackingScreen):
             self.due = self.clock.monotonic() + max(INTERVAL, (self.cpu() - began) / MAX_LOAD)
 
     def _draw(self) -> None:
-        lines, self.lines = self.lines, []
+        lines, self.waiting = [self.lines.popleft() for _ in range(len(self.lines))], 0
         with self._writing():
             if lines:
                 self.terminal.out("\n".join(lines), highlight=False)
             self.live.refresh()
+
+    @contextlib.contextmanager
+    def _held(self) -> Iterator[bool]:
+        """Hold the lock, unless another thread does for long: it writes to a terminal that is not read."""
+        held = self.lock.acquire(timeout=LOCK_TIMEOUT)
+        try:
+            yield held
+        finally:
+            if held:
+                self.lock.release()
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
@@ -97,9 +112,9 @@ class LiveScreen(TrackingScreen):
 
     def close(self) -> None:
         """Print the remaining lines, and remove the picture."""
-        with self.lock:
-            self._draw()
-            with self._writing():
+        with self._held() as held, self._writing():
+            if held:
+                self._draw()
                 self.live.stop()
 
 

@@ -24,8 +24,11 @@ class Observer(Protocol):
     listeners: list[Callable[[Progress], None]]  # get the progress in the output of one worker
 
     @property
-    def use(self) -> Callable[[Mapping[int, Activity]], None] | None:
-        """What gets the activity of workers, by rank; None if it is not displayed."""
+    def wants_use(self) -> bool:
+        """Whether the activity of workers is displayed."""
+
+    def use(self, found: Mapping[int, Activity]) -> None:
+        """Show the activity of workers, by rank."""
 
     def following(self) -> contextlib.AbstractContextManager[None]:
         """Show the job during a `with` block, and all of its output before that ends."""
@@ -52,12 +55,11 @@ class SharedUsage(UsageSink):
     @property
     def wanted(self) -> bool:
         """Whether it is displayed, or another process asks for it."""
-        return self.observer.use is not None or usage.asked(self.paths)
+        return self.observer.wants_use or usage.asked(self.paths)
 
     def take(self, found: Mapping[int, Activity]) -> None:
         """Pass on what the workers are doing, by rank."""
-        if use := self.observer.use:
-            use(found)
+        self.observer.use(found)
         if usage.asked(self.paths):
             try:
                 usage.write(self.paths, found)

@@ -92,8 +92,8 @@ def test_a_job_that_another_process_has_resumed_meanwhile_must_not_be_resumed(fa
     """For example, while the image was built."""
     (failed.folder / "train.py").write_text("")
     late = "from orchestrate.cli import main; from orchestrate.cli.commands import resume; import subprocess, sys; "
-    late += "prepare = resume.launch.check_script; command = [sys.executable, '-m', 'orchestrate', 'resume']; "
-    late += "resume.launch.check_script = lambda spec: (subprocess.run(command, check=True), prepare(spec)); "
+    late += "prepare = resume.check_script; command = [sys.executable, '-m', 'orchestrate', 'resume']; "
+    late += "resume.check_script = lambda spec: (subprocess.run(command, check=True), prepare(spec)); "
     late += "sys.exit(main.main(['resume']))"
     done = subprocess.run(
         [sys.executable, "-c", late], cwd=failed.folder, env=failed.env, capture_output=True, text=True

@@ -1,26 +1,30 @@
 """The output of workers must be shown while their job runs, in order and as a whole."""
 
+import contextlib
 import dataclasses
 import io
+import os
+import pty
 import signal
 import sys
 import threading
 
 import pytest
-from support.commanded import SPEC, Whole, create, supervise, watched
+from support.commanded import SPEC, Whole, create, supervise, terminal_text, watched
 from support.methods import after, raising
 from support.optional import not_none
 from support.scripted import ALL_WELL, KILLED
 from support.waiting import eventually
 
 from orchestrate import patience
-from orchestrate.console import stream
+from orchestrate.console import print_message, stream
 from orchestrate.record import run_dir
 from orchestrate.record.logs import rest
 from orchestrate.record.outcomes import WorkerExit
 from orchestrate.record.paths import JobPaths
 from orchestrate.record.times import Times
 from orchestrate.show import feed
+from orchestrate.show.live import shown as live
 from orchestrate.show.printer import Printer, Style
 from orchestrate.show.screen import Display, Screen
 from orchestrate.spec.spec import JobSpec
@@ -332,3 +336,29 @@ def test_the_progress_of_another_rank_must_count_if_rank_0_prints_none(paths, te
     out, found = watched(paths, Display(print)), []
     out.listeners.append(lambda progress: found.append(progress.metrics["loss"]))
     assert out.turn() and found == taken
+
+
+@pytest.mark.timeout(120)
+def test_a_terminal_that_is_not_read_must_block_neither_the_supervisor_nor_the_end(paths, monkeypatch):
+    """The live view holds a lock while it writes."""
+    for name in ("orchestrate.show.feed.READER_TIMEOUT", "orchestrate.show.live.LOCK_TIMEOUT"):
+        monkeypatch.setattr(name, 0.1)
+    monkeypatch.setenv("TERM", "xterm")
+    create(paths)
+    paths.log(0).write_text("a line\n" * 100_000)
+    leader, follower = pty.openpty()
+    before, tty = threading.active_count(), os.fdopen(follower, "w")
+    with (
+        contextlib.redirect_stdout(tty),
+        contextlib.redirect_stderr(tty),
+        live(run_dir.load(paths)[1], paths, "", str) as screen,
+    ):
+        engine = Whole([*[[]] * 30, KILLED], [*[[]] * 30, ALL_WELL])
+        display = Display(print_message, stream, screen=screen)
+        data = launch.supervise(paths, engine, lambda: 0, watched(paths, display))
+    assert (data["outcome"], data["generations"]) == ("succeeded", 2) and paths.report.exists()
+    reading = threading.Thread(target=terminal_text, args=[leader])
+    reading.start()
+    eventually(lambda: threading.active_count() <= before + 1, timeout=60)
+    tty.close()
+    reading.join()

@@ -17,7 +17,7 @@ from orchestrate import console
 from orchestrate.record import events, run_dir
 from orchestrate.record.outcomes import Activity, Outcome
 from orchestrate.record.progress import parse
-from orchestrate.show.live import MAX_LINES, LiveScreen, shown
+from orchestrate.show.live import MAX_LINES, MAX_WAITING, LiveScreen, shown
 from orchestrate.show.render import picture, spark
 from orchestrate.show.state import PACES, View
 from orchestrate.show.tracking import PlainScreen, TrackingScreen
@@ -348,6 +348,8 @@ def test_many_lines_must_not_wait_for_the_next_picture_and_be_printed_once(paths
         for number in range(MAX_LINES):
             console.print_message(f"line {number}")
         assert len(printed(terminal)) == MAX_LINES
+        console.print_message("x" * MAX_WAITING)
+        assert "x" * 9 in terminal.getvalue()
         screen.refresh(dict)
     assert len(printed(terminal)) == MAX_LINES
 
