@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from typing import BinaryIO
@@ -11,13 +12,17 @@ from orchestrate.node.trees import data
 
 MAX_LINE = 1 << 20  # bytes of a line; longer lines are split
 CHUNK = 1 << 20  # bytes per read
+BREAK = re.compile(rb"\r*\n|\r")
 BLOCK = 1 << 16  # bytes in which lines are counted at a time, or read as long as there is time
 
 
 class Lines:
     """The state of reading one file."""
 
-    def __init__(self) -> None:
+    def __init__(self, split: Callable[[bytes], int] = len) -> None:
+        """`split` returns the length of the first part of a line that is too long."""
+        self.split = split
+        self.cut = False  # whether `offset` is within a line whose beginning was skipped
         self.offset = 0
         self.partial = b""  # an incomplete line
         self.start = 0  # offset of that line
@@ -25,8 +30,12 @@ class Lines:
 
     def skip(self, file: BinaryIO, last: int) -> None:
         """Skip to the first line that begins within the last `last` bytes of the file."""
-        start = max(0, os.fstat(file.fileno()).st_size - last)
-        self.offset = start + (os.pread(file.fileno(), last, start).find(b"\n") + 1 if start else 0)
+        self.offset = max(0, os.fstat(file.fileno()).st_size - last - 1)
+        if self.offset or not last:
+            text = os.pread(file.fileno(), last + 1, self.offset)  # a line may have ended before
+            at = first_whole(text)
+            self.cut = at < 0 < len(text)
+            self.offset += len(text) if at < 0 else at
 
     def tail(self, file: BinaryIO, lines: int, most: int) -> None:
         """Skip to the last `lines` lines, or one more, within about the last `most` bytes of the file."""
@@ -45,7 +54,7 @@ class Lines:
         """Start again if the file was truncated, and skip what is more than `most` bytes before its end."""
         behind = os.fstat(file.fileno()).st_size - self.offset
         if behind < 0:
-            self.offset, self.partial, behind = 0, b"", behind + self.offset
+            self.offset, self.partial, self.cut, behind = 0, b"", False, behind + self.offset
         if behind > most:
             self.partial = b""
             self.skip(file, most)
@@ -67,10 +76,13 @@ class Lines:
             self.offset, chunk = data(file, self.offset, int(min(CHUNK, most)))
             if not chunk:
                 return
+            begin, self.offset, most = self.offset, self.offset + len(chunk), most - len(chunk)
+            if self.cut:
+                if (at := first_whole(chunk)) < 0:
+                    continue
+                begin, chunk, self.cut = begin + at, chunk[at:], False
             if not self.partial:
-                self.start = self.offset
-            self.offset += len(chunk)
-            most -= len(chunk)
+                self.start = begin
             if (end := chunk.rfind(b"\n")) < 0:
                 self.partial += chunk
             else:
@@ -79,7 +91,10 @@ class Lines:
                 self.begin, self.start = self.start, self.offset - len(self.partial)
                 yield lines
             if len(self.partial) >= MAX_LINE:
-                yield self.rest()
+                at = self.split(self.partial)
+                part, self.partial = self.partial[:at], self.partial[at:]
+                self.begin, self.start = self.start, self.start + at
+                yield part
 
     def new_while(self, goes_on: Callable[[], bool], file: BinaryIO) -> Iterator[bytes]:
         """Yield new lines as long as `goes_on()`, which is asked every 64 KiB."""
@@ -93,6 +108,15 @@ class Lines:
         rest, self.partial = self.partial, b""
         self.begin, self.start = self.start, self.offset
         return rest
+
+
+def first_whole(text: bytes) -> int:
+    """Return where the first line begins whose beginning is in a text that may begin within one; -1 if there is none.
+
+    A carriage return begins one, too: it is that of a progress bar.
+    """
+    found = BREAK.search(text)
+    return -1 if not found else found.start() if found[0] == b"\r" else found.end()
 
 
 def last(file: BinaryIO, most: int, lines: int = sys.maxsize) -> Iterator[bytes]:

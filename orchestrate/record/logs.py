@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from orchestrate import console
 from orchestrate.files.folder import Folder, regular
-from orchestrate.files.lines import Lines
+from orchestrate.files.lines import Lines, first_whole
 from orchestrate.files.paths import LOGS, log
 from orchestrate.node.trees import data
 from orchestrate.plan.plan import Plan
@@ -19,6 +19,8 @@ from orchestrate.spec.spec import JobSpec
 
 TAIL = 1 << 16  # bytes read at the end of a log
 MAX_TAIL = 256 << 20  # bytes at the end of a log in which its last lines are looked for
+OVERLAP = 1 << 17  # bytes, as many as secrets have, that are kept of a line that is split
+SPLITS = (0, 1, 2, 3, *(1 << power for power in range(2, 18)))  # bytes before that, where it may be split
 MAX_BAR = 1 << 12  # bytes at the end of an unterminated line in which a progress bar is looked for
 NOISE = re.compile(  # what torch's C++ code prints after an error
     r"(?:\[rank\d+\]: ?)?(?:frame #\d+: .*\(0x[0-9a-f]+|Exception raised from .* \(most recent call first\):$"
@@ -85,7 +87,7 @@ class Follower:
     def follow(self, ranks: Iterable[int]) -> None:
         """Read these ranks from now on, each from its last position."""
         self.ranks = sorted(ranks)
-        self.read |= {rank: Lines() for rank in self.ranks if rank not in self.read}
+        self.read |= {rank: Lines(self._split) for rank in self.ranks if rank not in self.read}
 
     def skip(self, last: int) -> None:
         """Skip existing output, except for the last lines of each log (at most `last` bytes)."""
@@ -143,6 +145,19 @@ class Follower:
         pairs = zip(raw.split(b"\n"), text.split("\n"))
         return "\n".join(clean(line, True) if clean(line) == hidden else hidden for line, hidden in pairs)
 
+    def _split(self, line: bytes) -> int:
+        """Return where a long line is split: where that cuts neither a secret nor a control sequence."""
+
+        def shown(part: bytes) -> str:
+            return self.hide(console.clean(part.decode(errors="replace")))
+
+        for back in SPLITS:
+            at = len(line) - OVERLAP - back
+            before, after = line[at - OVERLAP : at], line[at : at + OVERLAP]
+            if shown(before) + shown(after) == shown(before + after):
+                return at
+        return len(line) - OVERLAP
+
     def bars(self) -> dict[int, str]:
         """The progress bars of workers, by rank: unterminated lines with a carriage return."""
         partial = {rank: _end(self.read[rank].partial) for rank in self.ranks}
@@ -183,8 +198,12 @@ def tail(folder: Folder, rank: int) -> str:
     """The end of a worker's log, as text that is safe for a terminal."""
     try:
         with folder.open(log(rank)) as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL))
-            return "\n".join(map(clean, file.read(TAIL).removesuffix(b"\n").split(b"\n")))
+            start = file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL - 1))
+            text = file.read(TAIL + 1)
+            if start:  # within a line, in which the end of a secret would not be known
+                at = first_whole(text)
+                text = text[at:] if at >= 0 else b""
+            return clean(text.removesuffix(b"\n"))
     except OSError:
         return ""
 

@@ -9,6 +9,8 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from orchestrate.console import clean
+
 HIDDEN = "***"
 SECRET_WORDS = re.compile(
     r"TOKEN|SECRETS?|PASSWORDS?|PASSWD|PASSPHRASES?|PASSCODES?|PASS|SSHPASS|CREDENTIALS?|CREDS|AUTH|AUTHORIZATION"
@@ -144,5 +146,6 @@ def _any_of(texts: list[str], grouped: int = 3) -> str:
 
 
 def _parts(value: str) -> list[str]:
-    """Parts of a secret that text may contain: the whole value, each line, and the secrets in it."""
-    return [value, *value.splitlines(), *_embedded(value)]
+    """Parts of a secret that text may contain: the whole value, each line, and the secrets in it; also as displayed."""
+    parts = [value, *value.splitlines(), *_embedded(value)]
+    return [*parts, *map(clean, parts)]

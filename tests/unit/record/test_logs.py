@@ -4,7 +4,8 @@ import re
 
 import pytest
 
-from orchestrate.record.logs import MAX_BAR, Follower, clean, last_lines, tail
+from orchestrate.files.lines import MAX_LINE
+from orchestrate.record.logs import MAX_BAR, TAIL, Follower, clean, last_lines, tail
 from orchestrate.record.paths import JobPaths
 
 
@@ -294,3 +295,54 @@ def test_a_link_must_not_be_read_as_a_log(paths, tmp_path):
     follower.near_end(4)
     follower.skip(4)
     assert follower.offsets() == {0: 0} and read(follower, end=True) == [] and tail(paths.folder, 0) == ""
+
+
+SECRET = "hunter2000-and-more"
+
+
+def hide(text: str) -> str:
+    return text.replace(SECRET, "***")
+
+
+@pytest.mark.parametrize("before", [0, 5, len(SECRET), 2000, (1 << 17) + 7])
+def test_a_long_line_must_not_be_split_within_a_secret(paths, before):
+    """Lines are split once they have MAX_LINE bytes, which are read in parts of CHUNK."""
+    at = MAX_LINE - (1 << 17) - before
+    paths.log(0).write_text("x" * at + SECRET + "y" * (2 << 20) + SECRET[:7])
+    follower = Follower(paths, [0], hide=hide)
+    parts = [line.text for line in follower.lines()]
+    with paths.log(0).open("a") as file:
+        file.write(SECRET[7:] + "z" * (1 << 20) + "\n")
+    parts += [line.text for line in follower.lines(end=True)]
+    text = "".join(parts)
+    assert len(parts) > 2 and text == "x" * at + "***" + "y" * (2 << 20) + "***" + "z" * (1 << 20)
+
+
+def test_what_is_left_of_a_line_after_its_beginning_was_skipped_must_not_be_shown(paths):
+    paths.log(0).write_text("x" * 100 + SECRET)
+    for begin in (Follower.skip, Follower.near_end):
+        follower = Follower(paths, [0], hide=hide)
+        begin(follower, 10)
+        assert read(follower) == []
+        with paths.log(0).open("a") as file:
+            file.write("tail of it\nnext\n")
+        assert read(follower) == ["0 next"]
+        paths.log(0).write_text("x" * 100 + SECRET)
+
+
+def test_a_progress_bar_must_be_shown_from_a_line_whose_beginning_was_skipped(paths):
+    paths.log(0).write_text("x" * 100 + SECRET + "\r 10%\r")
+    late, later = Follower(paths, [0], hide=hide), Follower(paths, [0], hide=hide)
+    late.skip(8)
+    assert read(late) == [] and late.bars() == {0: " 10%"}
+    paths.log(0).write_text("x" * 100 + SECRET)
+    later.skip(8)
+    with paths.log(0).open("a") as file:
+        file.write("x\r 20%\r")
+    assert read(later) == [] and later.bars() == {0: " 20%"}
+
+
+@pytest.mark.parametrize(("rest", "shown"), [("", ""), ("\nthe end", "the end"), ("\r99%\n", "99%")])
+def test_the_tail_must_not_begin_within_a_line_that_may_have_a_secret(paths, rest, shown):
+    paths.log(0).write_text("x" * 300 + SECRET + "z" * (TAIL + 2 - len(SECRET) - len(rest)) + rest)
+    assert hide(tail(paths.folder, 0)) == shown

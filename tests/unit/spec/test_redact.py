@@ -2,6 +2,7 @@
 
 import pytest
 
+from orchestrate.console import clean
 from orchestrate.spec.redact import HIDDEN, Mask, is_secret, redacted
 
 SECRET = (
@@ -212,3 +213,9 @@ def test_the_longest_of_many_secrets_must_be_replaced():
     lines = [f"{first}{second}cdef{'g' * length}" for first in "a.1" for second in "b(|" for length in range(5)]
     mask = Mask({"TOKEN": "\n".join(lines)})
     assert {mask(f"<{line}>") for line in lines} == {"<***>"} and mask("abcde abxdef") == "abcde abxdef"
+
+
+@pytest.mark.parametrize("value", ["\ufefftoken-value-1", "token-\u200bvalue-1", "token-value-1\x07"])
+def test_a_secret_must_be_hidden_as_it_is_displayed(value):
+    """Text is masked after it was cleaned."""
+    assert Mask({"API_TOKEN": value})(f"it is {clean(value)}.") == f"it is {HIDDEN}."
