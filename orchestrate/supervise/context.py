@@ -107,13 +107,16 @@ class JobContext:
         """Whether the job was asked to stop a second time."""
         return self.stops() > 1
 
-    def sleep(self, seconds: float) -> bool:
-        """Wait; return True as soon as there is a stop request, or `max_run` is reached."""
-        deadline = self.clock.monotonic() + seconds
-        before = self.stops(), self.over()
-        while self.clock.monotonic() < deadline and (self.stops(), self.over()) == before:
+    def requests(self) -> tuple[int, str]:
+        """Return the number of stop requests, and why the job is to end."""
+        return self.stops(), self.over()
+
+    def sleep(self, seconds: float, since: tuple[int, str] | None = None) -> bool:
+        """Wait; return True as soon as there is a stop request, or `max_run` is reached, now or `since` earlier."""
+        deadline, since = self.clock.monotonic() + seconds, since or self.requests()
+        while self.clock.monotonic() < deadline and self.requests() == since:
             self.clock.sleep(0.05)
-        return (self.stops(), self.over()) != before
+        return self.requests() != since
 
     def retry(self, action: Callable[[], None], fails: type[Exception], event: Callable[[str], Event]) -> None:
         """Retry `action` until it succeeds or the time limit is reached; emit `event` at the first failure.

@@ -138,9 +138,9 @@ class Generation:
 
     def _reconnect(self) -> bool:
         """Wait for the engine to answer again, and find the workers; return False if it does not."""
-        deadline = self.clock.monotonic() + ENGINE_TIMEOUT
+        deadline, before = self.clock.monotonic() + ENGINE_TIMEOUT, self.job.requests()
         while self.clock.monotonic() < deadline:
-            if self.job.sleep(0.5):
+            if self.job.sleep(0.5, before):  # also for a request while nodes were asked
                 return False
             try:
                 self.adopt()

@@ -111,17 +111,20 @@ class FileSync:
         Returns after at most `timeout` seconds, or once `stopped()`.
         """
         with self.changed:
-            if self.failure:
-                raise self.failure
+            self._check()
             self.called = self.clock.monotonic()
             until = self.looks + 2  # the current round may have begun before the call
             while not (done := self.looks >= until or self.closing):
                 if stopped() or self.clock.monotonic() > self.called + timeout:
                     break
                 self.changed.wait(SYNC_INTERVAL)
-                if self.failure:
-                    raise self.failure
+                self._check()
             return done
+
+    def _check(self) -> None:
+        """Raise EngineError if the thread has ended: the job goes on to its end, and leaves its nodes."""
+        if self.failure:
+            raise EngineError(f"files of nodes are not copied anymore: {self.failure!r}") from self.failure
 
     def lacks_space(self) -> None:
         """Raise OSError if the local disk was full."""
@@ -330,7 +333,8 @@ class FileSync:
 
     def _remove_conflicts(self, node: _Node, files: dict[str, Any]) -> None:
         """Remove a file if the node now has a folder with its name, and files of a folder that is now a file."""
-        gone = [path for path in node.files if path not in files]
+        with self.owners.lock:  # the thread of an earlier node may take files from this one
+            gone = [path for path in node.files if path not in files]
         names = sorted(files) if gone else []
         for path in gone:
             first = bisect_left(names, f"{path}/")

@@ -1,7 +1,7 @@
 """The supervisor must wait for an engine that goes away while workers run, and ask it again; on a scripted engine."""
 
 import pytest
-from support.methods import raising
+from support.methods import before, raising
 from support.recording import RecordingEngine
 from support.scripted import ALL_WELL, KILLED, Job
 
@@ -66,11 +66,15 @@ def test_an_engine_that_keeps_going_away_must_lose_the_job(job, times, word):
     assert job.run(engine).outcome == word
 
 
-def test_a_request_to_stop_while_the_engine_is_away_must_end_the_wait(job):
+@pytest.mark.parametrize("takes", [0, 5])
+@pytest.mark.parametrize("asked", [True, False])
+def test_a_request_to_stop_while_the_engine_is_away_must_end_the_wait(job, takes, asked):
+    """Or the end of `max_run`; also while nodes are asked, which may take long."""
     engine, began = Leaving(job, 1000, []), job.clock.now
-    job.stops = lambda: int(job.clock.now > began + 20)
-    assert job.run(engine).outcome == "lost"
-    assert job.clock.now < began + 25
+    engine.adopt = before(engine.adopt, lambda: job.clock.sleep(takes))
+    job.stops = lambda: int(asked and job.clock.now > began + 20)
+    assert job.run(engine, JobSpec(trainers=2, grace=0.01, max_run=3600 if asked else 20)).outcome == "lost"
+    assert job.clock.now < began + 26
 
 
 def test_a_stop_interrupted_by_a_lost_engine_must_be_repeated_with_its_grace_period(job):
