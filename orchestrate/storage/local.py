@@ -14,8 +14,9 @@ from itertools import islice
 from pathlib import Path
 from urllib.parse import quote, unquote
 
-from orchestrate.errors import StorageConflict, StorageError
+from orchestrate.errors import StorageConflict, StorageError, UsageError
 from orchestrate.files.folder import ROOT
+from orchestrate.host.writable import resolved
 from orchestrate.storage.base import MAX_LEVELS, MAX_NAMES, MAX_OBJECTS, VARIABLES, Store, Version
 from orchestrate.storage.parallel import interruptible
 from orchestrate.storage.scan import is_sparse
@@ -139,7 +140,9 @@ class Local(Store):
             path = Path("/", self._path(key))
             if link := next((each for each in (*reversed(path.parents), path) if each.is_symlink()), None):
                 own = Path("/", self._top).is_relative_to(link)  # in the URL
-                hint = f"use the folder itself: file://{quote(os.path.realpath(link))}" if own else "remove it"
+                hint = "remove it"
+                with contextlib.suppress(UsageError):  # raised for a link that a job may have made
+                    hint = f"use the folder itself: file://{quote(str(resolved(str(link))))}" if own else hint
                 raise StorageConflict(f"{where}: {link} is a link, which a job may have made", hint) from None
             why = getattr(error, "strerror", None) or error
             raise StorageError(f"{where}: {why}", f"check {VARIABLES['file']}") from None
