@@ -21,7 +21,7 @@ from orchestrate.record import run_dir
 from orchestrate.record.events import OURS, Event, to_line
 from orchestrate.record.paths import JobPaths
 from orchestrate.record.progress import Progress
-from orchestrate.show.printer import Style
+from orchestrate.show.format import Style
 from orchestrate.show.screen import Display, Screen
 from orchestrate.show.state import seconds_left
 from orchestrate.show.tracking import PlainScreen, TrackingScreen

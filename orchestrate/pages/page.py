@@ -17,7 +17,7 @@ from orchestrate import __version__
 from orchestrate.console import shortened
 from orchestrate.errors import OrchestrateError
 from orchestrate.files.folder import write_whole
-from orchestrate.pages.run import Run, load
+from orchestrate.pages.job import Run, load
 from orchestrate.record.metrics import FIRST, NOT_FINITE, place, shown
 from orchestrate.record.paths import JobPaths
 from orchestrate.record.steps import SHORT

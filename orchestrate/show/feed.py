@@ -26,7 +26,7 @@ from orchestrate.record.outcomes import Activity
 from orchestrate.record.paths import JobPaths
 from orchestrate.record.progress import Progress, Reader, parse
 from orchestrate.record.times import TimesWriter
-from orchestrate.show.printer import Printer
+from orchestrate.show.format import Printer
 from orchestrate.show.screen import Display
 from orchestrate.spec.spec import JobSpec
 

@@ -9,7 +9,7 @@ from orchestrate.plan.plan import Plan
 from orchestrate.record.events import Event
 from orchestrate.record.outcomes import Activity
 from orchestrate.record.progress import Progress
-from orchestrate.show.printer import Style
+from orchestrate.show.format import Style
 
 
 class Screen:

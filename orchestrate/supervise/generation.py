@@ -12,13 +12,13 @@ from orchestrate.record import events, report
 from orchestrate.record.outcomes import LOST_EXIT_CODE, Cause, GenerationResult, ObservedExit, Outcome, WorkerExit
 from orchestrate.spec.causes import Reason
 from orchestrate.supervise import hang, traits
+from orchestrate.supervise.checkpoint_events import Saves
 from orchestrate.supervise.context import BY_MAX_RUN, BY_USER, ENGINE_TIMEOUT, JobContext
 from orchestrate.supervise.diagnosis import PEER_FAILURE_WINDOW, TIMEOUT, diagnose, find_root_cause, is_peer_failure
 from orchestrate.supervise.isolation_check import WorldCheck
 from orchestrate.supervise.job_files import CONTEXT, LAST_LINES
 from orchestrate.supervise.nodes import Nodes
 from orchestrate.supervise.policy import CRASH_LOOP_SECONDS
-from orchestrate.supervise.saves import Saves
 from orchestrate.supervise.stopping import Stopping
 from orchestrate.supervise.tracebacks import before_dump
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from html.parser import HTMLParser
 
 from orchestrate.pages.curves import Progress
-from orchestrate.pages.run import Run
+from orchestrate.pages.job import Run
 from orchestrate.pages.spans import Moment, Span
 
 

@@ -22,7 +22,7 @@ from orchestrate.record import run_dir
 from orchestrate.record.logs import Follower, Line
 from orchestrate.record.paths import JobPaths
 from orchestrate.record.times import Times
-from orchestrate.show.printer import Printer, Style
+from orchestrate.show.format import Printer, Style
 
 MAX_TAIL, LINE_SIZE = 64 << 20, 200  # bytes of all ranks that `--tail` keeps, of which each line takes some
 SEARCH_SECONDS = 1.0  # for one line, which a job can make to take hours

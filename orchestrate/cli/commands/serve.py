@@ -87,7 +87,7 @@ class LiveJobPage(TrackingScreen):
     def page(self) -> str:
         """Return the page of the job as it is now."""
         from orchestrate.pages import site
-        from orchestrate.pages.run import curves_of
+        from orchestrate.pages.job import curves_of
 
         self.feed.follower.near_end(MAX_BEHIND)
         self.record.turn()
@@ -186,8 +186,8 @@ class Site:
 
 
 def _report(jobs: list[JobPaths], home: str) -> str:
+    from orchestrate.pages.job import load
     from orchestrate.pages.page import page
-    from orchestrate.pages.run import load
 
     return page([load(paths) for paths in jobs], [f"jobs/{paths.root.name}/" for paths in jobs], home)
 

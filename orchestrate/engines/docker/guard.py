@@ -19,7 +19,7 @@ from typing import Any
 
 from docker.models.containers import Container
 
-from orchestrate.engines.docker import helpers, labels
+from orchestrate.engines.docker import helper_containers, labels
 from orchestrate.engines.docker.client import ERRORS, Daemon
 from orchestrate.errors import EngineError
 from orchestrate.node import guard as program
@@ -110,7 +110,7 @@ class Guard:
 
     def _run_helper(self, node: str, command: list[str]) -> None:
         api = self.daemon.client.api
-        helper = helpers.create(
+        helper = helper_containers.create(
             self.daemon,
             MEMORY,
             PROCESSES,

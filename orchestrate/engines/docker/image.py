@@ -12,7 +12,7 @@ from docker.utils import parse_repository_tag
 from orchestrate.console import clean, during, phase, print_message
 from orchestrate.engines import check_cache
 from orchestrate.engines.base import SWARMS, ignoring
-from orchestrate.engines.docker import folders, helpers, mounts, packages, probe, toolkit
+from orchestrate.engines.docker import folders, helper_containers, mounts, packages, probe, toolkit
 from orchestrate.engines.docker.client import Daemon, reason
 from orchestrate.engines.docker.volumes import volumes
 from orchestrate.errors import EngineError, EngineLost, ResourceError
@@ -172,7 +172,7 @@ def _gpu_check_image(daemon: Daemon, spec: JobSpec, run_image: bool) -> str:
 def _offer(daemon: Daemon, image: str, run: Path, spec: JobSpec) -> Offer:
     """Return the GPUs that `nvidia-smi` lists in a container with all GPUs; none if the container cannot start."""
     gpu_mode, every = toolkit.gpu_mode(daemon.info), ["all"]
-    text, failure = helpers.output(
+    text, failure = helper_containers.output(
         daemon,
         run,
         ["sh", "-c", "; ".join(" ".join(command) for command in (LIST, DETAILS))],

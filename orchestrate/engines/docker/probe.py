@@ -9,7 +9,7 @@ from typing import Any
 
 from orchestrate.console import during
 from orchestrate.engines import check_cache
-from orchestrate.engines.docker import helpers, toolkit
+from orchestrate.engines.docker import helper_containers, toolkit
 from orchestrate.engines.docker.client import Daemon
 from orchestrate.engines.docker.packages import image_id
 from orchestrate.errors import ResourceError
@@ -94,5 +94,5 @@ def _run(
     """
     host = {"tmpfs": {"/tmp": "size=1g"}, **(host or {})}
     options |= {"user": "65534:65534", "image": image, "memory": MEMORY}
-    text, failure = helpers.output(daemon, run, command, patience, host, **options)
+    text, failure = helper_containers.output(daemon, run, command, patience, host, **options)
     return next((line.strip()[:300] for line in reversed(text.split("\n")) if line.strip()), ""), failure

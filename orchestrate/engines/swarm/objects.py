@@ -8,7 +8,7 @@ from pathlib import Path
 
 from docker.models.containers import Container
 
-from orchestrate.engines.docker import helpers, labels, program
+from orchestrate.engines.docker import helper_containers, labels, program
 from orchestrate.engines.swarm import service_spec
 from orchestrate.engines.swarm.manager import ApiObject, Manager, ended, failed_to_start
 from orchestrate.errors import EngineError
@@ -101,7 +101,7 @@ class SwarmJob:
 
     def _start_relay(self, name: str) -> Container:
         nodes = self.spec.trainers + 1 + self.spec.spares
-        relay = helpers.create(
+        relay = helper_containers.create(
             self.daemon,
             RELAY_MEMORY + nodes * CONNECTION_MEMORY,
             RELAY_PROCESSES,

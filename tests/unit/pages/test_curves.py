@@ -10,8 +10,8 @@ from support.page import Page, run
 
 from orchestrate.pages import charts, curves
 from orchestrate.pages.curves import BUCKETS, MAX_CURVES, MAX_NAME, progress, thinned
+from orchestrate.pages.job import FEW, curves_of
 from orchestrate.pages.page import drawn
-from orchestrate.pages.run import FEW, curves_of
 from orchestrate.spec.spec import JobSpec
 
 
@@ -92,7 +92,7 @@ def test_curves_must_come_from_the_output_if_metrics_jsonl_has_few_points_and_fr
 
     paths.log(0).write_text("loss 0.5\n" * 50)
     assert (points(FEW - 1), points(FEW)) == (50, FEW)
-    monkeypatch.setattr("orchestrate.pages.run.MAX_LOG", 20 * len("loss 0.5\n"))
+    monkeypatch.setattr("orchestrate.pages.job.MAX_LOG", 20 * len("loss 0.5\n"))
     assert points(2) == 20
 
 

@@ -8,8 +8,8 @@ import pytest
 from support.commanded import Whole, create, supervise
 
 from orchestrate.host import records
+from orchestrate.pages.job import load
 from orchestrate.pages.page import MAX_VALUE, page
-from orchestrate.pages.run import load
 from orchestrate.pages.spans import Moment, Span
 from orchestrate.record.outcomes import WorkerExit
 from orchestrate.record.paths import JobPaths

@@ -9,8 +9,8 @@ from support.page import Page, words
 
 from orchestrate import __version__
 from orchestrate.pages.curves import progress
+from orchestrate.pages.job import Run
 from orchestrate.pages.page import page
-from orchestrate.pages.run import Run
 from orchestrate.pages.spans import Moment, Span
 
 

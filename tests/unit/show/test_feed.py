@@ -24,8 +24,8 @@ from orchestrate.record.outcomes import WorkerExit
 from orchestrate.record.paths import JobPaths
 from orchestrate.record.times import Times
 from orchestrate.show import feed
+from orchestrate.show.format import Printer, Style
 from orchestrate.show.live import shown as live
-from orchestrate.show.printer import Printer, Style
 from orchestrate.show.screen import Display, Screen
 from orchestrate.spec.spec import JobSpec
 from orchestrate.supervise import launch

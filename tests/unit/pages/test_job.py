@@ -13,8 +13,8 @@ from support.scripted import ALL_WELL, KILLED
 
 from orchestrate.errors import OrchestrateError, UsageError
 from orchestrate.files.folder import MAX_FILE
+from orchestrate.pages.job import curves_of, load
 from orchestrate.pages.page import write
-from orchestrate.pages.run import curves_of, load
 from orchestrate.record import run_dir
 from orchestrate.record.paths import JobPaths
 from orchestrate.spec.spec import JobSpec
@@ -131,12 +131,12 @@ def test_curves_of_metrics_jsonl_must_be_preferred_to_as_many_points_in_the_outp
 def test_logs_that_take_long_to_search_must_be_searched_only_in_part(paths, monkeypatch):
     paths.log(0).write_text("{'loss': 2}\n{'loss': 1}\n" + "{1}\r" * 100)
     assert curves_of(paths, JobSpec(), 1)[1:] == ({"loss": [(1, 2), (2, 1)]}, "order in the log")
-    monkeypatch.setattr("orchestrate.pages.run.MAX_SECONDS", 0.0)
+    monkeypatch.setattr("orchestrate.pages.job.MAX_SECONDS", 0.0)
     assert curves_of(paths, JobSpec(), 1)[1] == {}
 
 
 def test_rows_that_take_a_byte_or_two_must_not_all_be_parsed(paths, monkeypatch):
-    monkeypatch.setattr("orchestrate.pages.run.MAX_ROWS", 100)
+    monkeypatch.setattr("orchestrate.pages.job.MAX_ROWS", 100)
     rows = [f'{{"step": {step}, "loss": {step}}}' for step in range(50_000)]
     paths.metrics.write_text("{}\n" * 1_000_000 + "\n".join(rows) + "\n")
     _, curves, axis = curves_of(paths, SPEC, 1)

@@ -10,7 +10,7 @@ from support.scripted import ALL_WELL, Job
 from orchestrate.engines.base import Observed
 from orchestrate.record.recorder import Recorder
 from orchestrate.spec.spec import JobSpec
-from orchestrate.supervise import saves
+from orchestrate.supervise import checkpoint_events
 from orchestrate.supervise.context import JobContext
 from orchestrate.supervise.job_files import JobFiles
 
@@ -27,7 +27,7 @@ def playing(job: Job, *actions: Callable[[], object]) -> RecordingEngine:
             return wait(timeout)
         if due:
             due.pop(0)()
-            job.clock.now += 1.5 * saves.INTERVAL
+            job.clock.now += 1.5 * checkpoint_events.INTERVAL
             return wait(timeout)
         return Observed(ALL_WELL)
 
@@ -75,7 +75,7 @@ def test_checkpoints_of_earlier_generations_and_their_removal_must_not_be_noted(
 
 
 def test_a_script_that_saves_often_must_not_fill_the_events_and_its_last_one_must_be_known(job, monkeypatch):
-    monkeypatch.setattr(saves, "SPACING", 10)
+    monkeypatch.setattr(checkpoint_events, "SPACING", 10)
     actions = [action for step in range(100) for action in (save(job, f"step-{step}"), nothing, nothing)]
     assert job.run(playing(job, *actions), SPEC).outcome == "succeeded"
     found = job.when("checkpoint_saved")
@@ -97,7 +97,7 @@ def test_a_folder_that_takes_long_to_list_must_be_listed_rarely(job):
         spec=SPEC, stored_plan=plan(SPEC, HERE, "j"), run=job.paths.shared, engine=RecordingEngine(), emit=emit,
         stops=lambda: 0, files=files,
     )  # fmt: skip
-    looks = saves.Saves(running)
+    looks = checkpoint_events.Saves(running)
     for _ in range(600):
         looks.step()
         job.clock.sleep(0.1)

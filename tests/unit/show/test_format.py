@@ -15,7 +15,7 @@ from support.scripted import Clock
 from orchestrate import console
 from orchestrate.record.logs import Block, Follower
 from orchestrate.record.times import Times, TimesWriter
-from orchestrate.show.printer import LOOK_AHEAD, MANY, Printer, Style, brief, merged, stamp
+from orchestrate.show.format import LOOK_AHEAD, MANY, Printer, Style, brief, merged, stamp
 from orchestrate.spec.spec import JobSpec
 
 
