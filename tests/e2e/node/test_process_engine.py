@@ -296,7 +296,6 @@ with socket.socket(socket.AF_UNIX) as server:
 def test_a_node_must_be_terminated_first_and_killed_if_it_does_not_end(nodes, monkeypatch):
     monkeypatch.setattr(process, "NODE", nodes.folder / "node.py")
     (nodes.folder / "node.py").write_text(LISTENS)
-    nodes.clock = FastClock()
     engine = nodes.session()
     engine.up(dataclasses.replace(nodes.plan(), nodes=("obedient", "stubborn", "discarded")))
     started = dict(engine.nodes)
