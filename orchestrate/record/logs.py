@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from orchestrate import console
 from orchestrate.files.folder import Folder, regular
-from orchestrate.files.lines import Lines, first_whole
+from orchestrate.files.lines import Lines, last
 from orchestrate.files.paths import LOGS, log
 from orchestrate.node.trees import data
 from orchestrate.plan.plan import Plan
@@ -198,12 +198,7 @@ def tail(folder: Folder, rank: int) -> str:
     """The end of a worker's log, as text that is safe for a terminal."""
     try:
         with folder.open(log(rank)) as file:
-            start = file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL - 1))
-            text = file.read(TAIL + 1)
-            if start:  # within a line, in which the end of a secret would not be known
-                at = first_whole(text)
-                text = text[at:] if at >= 0 else b""
-            return clean(text.removesuffix(b"\n"))
+            return clean(b"\n".join(last(file, TAIL)).removesuffix(b"\n"))
     except OSError:
         return ""
 

@@ -233,9 +233,12 @@ class Recorded:
             found = _history(self.paths)
             if found and not self.seen:
                 self.feed.screen.began(max(0.0, time.time() - found[0].time))
-            for event in found[self.seen :]:
-                if isinstance(event, GenerationStarting):
-                    to.planned(run_dir.load(self.paths)[1])
+            fresh = found[self.seen :]
+            starting = any(isinstance(event, GenerationStarting) for event in fresh)
+            plan = run_dir.load(self.paths)[1] if starting else None  # the newest one, of all of them
+            for event in fresh:
+                if plan and isinstance(event, GenerationStarting):
+                    to.planned(plan)
                 to.event(event)
             self.seen = max(self.seen, len(found))
         self._use()

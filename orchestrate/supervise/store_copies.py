@@ -108,7 +108,7 @@ class StoreCopies(NoCopies):
             self.emit(events.WarningIssued(text))
 
     def _over(self, progress: Progress) -> Callable[[], bool]:
-        """Return a function that tells whether to give up copying: if there is another stop request, or no progress."""
+        """Return a function that is true once copying is to end: after another stop request, or without progress."""
         stops, stall = self.stops(), Stall(self.emit.clock, NO_PROGRESS)
         return lambda: self.stops() > stops or stall.seen(progress.count)
 
