@@ -312,7 +312,7 @@ class NodeClients:
                 self.refused.add(node)
                 self.warn(f"{node} refused a request: {protocol.reason(report.error)}")
             for rank in [rank for rank in self.on(node) if rank not in self.pids]:
-                self._record_exit(rank, FAILED_TO_START, self.clock.time(), asked=False)
+                self._record_exit(rank, FAILED_TO_START, self.clock.time(), stopping=False)
         elif (
             not isinstance(report, protocol.Started | protocol.Listening | protocol.Ended)
             or report.generation != self.generation
@@ -328,11 +328,11 @@ class NodeClients:
             self._start_queued()
         else:
             self.exit_hints[report.rank] = report.hint
-            self._record_exit(report.rank, report.code, report.at, report.asked, _as_use(report.use))
+            self._record_exit(report.rank, report.code, report.at, report.stopping, _as_use(report.use))
 
-    def _record_exit(self, rank: int, code: int, at: float, asked: bool = True, use: Use | None = None) -> None:
+    def _record_exit(self, rank: int, code: int, at: float, stopping: bool = True, use: Use | None = None) -> None:
         if self.running.pop(rank, None) is not None:
-            self.ended.append((at, WorkerExit(rank, code, asked, use)))
+            self.ended.append((at, WorkerExit(rank, code, stopping, use)))
 
 
 def _use(state: protocol.Status, rank: int) -> Use | None:

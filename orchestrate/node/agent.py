@@ -162,7 +162,7 @@ class Agent:
         """Start a worker, if filter and folders are as the orchestrator expects; raises Refused."""
         env = {**os.environ, **request.env} if request.inherit else request.env
         if request.filtered and not marked(ROUTES.read_text()):
-            return self.report(protocol.Ended(*whose(env), NOT_STARTED, time.time(), "ending", asked=False))
+            return self.report(protocol.Ended(*whose(env), NOT_STARTED, time.time(), "ending", stopping=False))
         check(request.folders or {})
         self.start(request, local_env(env) if self.alone else env)
 
@@ -178,7 +178,7 @@ class Agent:
             self.files.follow(env.get("JOB_DIR", ""), rank, request.log)
         self.job, self.folder, self.hint = env.get("JOB_ID", ""), env.get("JOB_DIR", ""), ""
         if generation < max(self.generation, fence(env.get("JOB_DIR"))):
-            return self.report(protocol.Ended(generation, rank, NOT_STARTED, time.time(), "", asked=True))
+            return self.report(protocol.Ended(generation, rank, NOT_STARTED, time.time(), "", stopping=True))
         if generation > self.generation:
             kill(list(self.workers.values()), signal.SIGKILL)
             self.loop.close_store()
@@ -191,8 +191,8 @@ class Agent:
             codes[rank] = code
             hints[rank] = "oom" if oom_kills() > before else "ending" if self.loop.ending else self.hint
             if codes is self.codes:  # otherwise a newer generation or job has begun
-                asked = worker is None or worker.asked
-                self.report(protocol.Ended(generation, rank, code, time.time(), hints[rank], asked, self._use(rank)))
+                stopping = worker is None or worker.stopping
+                self.report(protocol.Ended(generation, rank, code, time.time(), hints[rank], stopping, self._use(rank)))
 
         self._write_secrets(request.secrets or {})
         self._prepare(request, env)

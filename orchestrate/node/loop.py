@@ -199,12 +199,12 @@ class Loop:
 
     def stop(self, end: bool = False) -> None:
         """Send each worker SIGTERM once, and SIGKILL after the grace period; `end` also ends the node."""
-        asked = [worker for worker in self.workers if not worker.asked and worker.poll() is None and not worker.exiting]
-        for worker in asked:
-            worker.asked = True
-        if asked:
-            kill(asked, signal.SIGTERM)
-            self.after(self.grace, lambda: kill(asked, signal.SIGKILL))
+        running = [each for each in self.workers if not each.stopping and each.poll() is None and not each.exiting]
+        for worker in running:
+            worker.stopping = True
+        if running:
+            kill(running, signal.SIGTERM)
+            self.after(self.grace, lambda: kill(running, signal.SIGKILL))
         if end and not self.ending:
             self.ending = True
             self.on_end()

@@ -180,7 +180,7 @@ class Ended(NamedTuple):
     code: Code
     at: Time  # in seconds since 1970
     hint: Hint  # `oom`: the kernel has killed a process; `ending`: the node ends; `cut off`: its lease has expired
-    asked: Flag  # whether the node had sent it SIGTERM
+    stopping: Flag  # whether the node had sent it SIGTERM
     use: Annotated[dict[str, Any], _use] | None = None  # what it has used, if known; see traffic.py
 
 

@@ -44,7 +44,7 @@ class Worker:
         # On a fatal signal, including the SIGABRT for a hung worker, Python prints the stack of each thread.
         self.command, self.env, self.cwd = expanded(command, env), {"PYTHONFAULTHANDLER": "1"} | env, cwd
         self.done, self.started = done, started
-        self.asked = False  # whether it has been asked to stop
+        self.stopping = False  # whether it has been asked to stop
         self.cancelled: int | None = None  # the exit code if it was ended before it started
         self.partial = b""
         self.process: subprocess.Popen[bytes] | Forked | None = None

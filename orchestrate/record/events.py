@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from orchestrate.files import typed
 from orchestrate.node import checks
-from orchestrate.record.outcomes import JOB_OUTCOMES, GenerationResult, Outcome, Use
+from orchestrate.record.outcomes import JOB_OUTCOMES, GenerationResult, Outcome, Use, WorkerExit
 from orchestrate.spec.causes import Reason
 
 VERSION = 1  # of the format of events.jsonl; its first line contains it
@@ -169,6 +169,11 @@ class WorkerEnded(Event):
     stopping: bool  # whether the supervisor had asked it to stop
     known: Reason | None = None  # why it is considered lost, if it may still be running
     use: Use | None = None  # what it has used, if known
+
+    @property
+    def exit(self) -> WorkerExit:
+        """The exit, as sessions report it."""
+        return WorkerExit(self.rank, self.exit_code, self.stopping, self.use)
 
 
 @dataclass(frozen=True)

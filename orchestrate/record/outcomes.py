@@ -42,7 +42,7 @@ class WorkerExit:
 
     rank: int
     code: int  # 128 + n if signal n ended it
-    asked: bool = True  # whether its node had asked it to stop; true if unknown
+    stopping: bool = True  # whether it had been asked to stop; true if unknown
     use: Use | None = field(default=None, compare=False)  # None if unknown
 
 
@@ -54,15 +54,6 @@ class Activity:
     cpu: float  # CPU seconds of the worker and its child processes
     memory: int = 0  # bytes of their memory that is in RAM; shared memory counts for each
     use: Use | None = None  # None if unknown
-
-
-@dataclass(frozen=True)
-class ObservedExit:
-    """The end of a worker, as observed by the supervisor."""
-
-    at: float  # seconds
-    exit: WorkerExit
-    ours: bool  # whether the supervisor had asked it to stop
 
 
 @dataclass(frozen=True, kw_only=True)

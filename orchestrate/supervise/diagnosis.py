@@ -7,7 +7,8 @@ import signal
 from collections.abc import Callable, Sequence
 
 from orchestrate.plan.plan import Plan
-from orchestrate.record.outcomes import TERMINATED_EXIT_CODE, Cause, ObservedExit, WorkerExit
+from orchestrate.record.events import WorkerEnded
+from orchestrate.record.outcomes import TERMINATED_EXIT_CODE, Cause, WorkerExit
 from orchestrate.spec.causes import Reason
 from orchestrate.supervise.symptoms import FEWER_LOADERS, IN_ERRORS, IN_LINES
 from orchestrate.supervise.tracebacks import before_dump, final_errors
@@ -74,7 +75,7 @@ def is_peer_failure(lines: Sequence[str], about: re.Pattern[str] = COMPLAINT) ->
 
 
 def find_root_cause(
-    ends: Sequence[ObservedExit], last_lines: Callable[[int], list[str]], window: float = PEER_FAILURE_WINDOW
+    ends: Sequence[WorkerEnded], last_lines: Callable[[int], list[str]], window: float = PEER_FAILURE_WINDOW
 ) -> tuple[WorkerExit, Reason | None]:
     """Return the worker that is the root cause, and the reason if it did not fail itself.
 
@@ -85,20 +86,19 @@ def find_root_cause(
     `ends`, at least one, are in the engine's order; `last_lines(rank)` are a worker's last lines; `window` is the time
     in seconds after the first failure in which another exit can be its cause.
     """
-    failed = [end for end in ends if end.exit.code and not (end.ours and end.exit.code == TERMINATED_EXIT_CODE)]
-    failed = failed or [end for end in ends if end.exit.code] or list(ends)
-    first = failed[0].at
-    near = [end.exit for end in failed if end.at - first < window]
+    failed = [end for end in ends if end.exit_code and not (end.stopping and end.exit_code == TERMINATED_EXIT_CODE)]
+    failed = failed or [end for end in ends if end.exit_code] or list(ends)
+    first = failed[0].seconds
+    near = [end.exit for end in failed if end.seconds - first < window]
     own_errors = [exit for exit in near if not is_peer_failure(last_lines(exit.rank))]
     signaled = [exit for exit in near if exit.code in BY_SIGNAL and (exit.code != ABORTED or exit in own_errors)]
     if signaled or own_errors:
         return (signaled or own_errors)[0], None
-    left = [end.exit for end in ends if end.exit.code == 0 and end.at - first < window and not end.ours]
+    left = [end.exit for end in ends if end.exit_code == 0 and end.seconds - first < window and not end.stopping]
     if left:
         return left[0], Reason.LEFT_EARLY
-    late = [
-        end.exit for end in ends if end.ours and end.exit not in near and not is_peer_failure(last_lines(end.exit.rank))
-    ]
+    late = [exit for exit in (end.exit for end in ends if end.stopping) if exit not in near]
+    late = [exit for exit in late if not is_peer_failure(last_lines(exit.rank))]
     if late and any(is_peer_failure(last_lines(exit.rank), TIMEOUT) for exit in near):
         return late[0], Reason.TIMEOUT
     return near[0], None
@@ -142,7 +142,7 @@ def diagnose(
         exit_code=exit.code,
         cause=cause,
         summary=f"{_subject(exit.rank, lines)} on {worker.node}{host and f' ({host})'} "
-        f"{what or _end(exit.code, SUMMARY.get(cause, ''), ours=cause == Reason.TIMEOUT)}",
+        f"{what or _end(exit.code, SUMMARY.get(cause, ''), stopping=cause == Reason.TIMEOUT)}",
         hint=hint,
         last_lines=lines,
         log=log,
@@ -168,9 +168,9 @@ def _subject(rank: int, lines: list[str]) -> str:
     return "`before`" if lines and f"[node] rank {rank} was not started: " in lines[-1] else f"rank {rank}"
 
 
-def _end(code: int, what: str, ours: bool) -> str:
+def _end(code: int, what: str, stopping: bool) -> str:
     """How a worker has ended; without the exit code if that is of our own SIGTERM."""
-    if what and ours and code == TERMINATED_EXIT_CODE:
+    if what and stopping and code == TERMINATED_EXIT_CODE:
         return what
     if not what and code > 128 and code - 128 in signal.valid_signals():
         what = f"was killed by {signal.Signals(code - 128).name}"

@@ -9,7 +9,7 @@ from orchestrate.engines.base import Stop
 from orchestrate.errors import EngineError
 from orchestrate.plan.plan import Plan
 from orchestrate.record import events, report
-from orchestrate.record.outcomes import LOST_EXIT_CODE, Cause, GenerationResult, ObservedExit, Outcome, WorkerExit
+from orchestrate.record.outcomes import LOST_EXIT_CODE, Cause, GenerationResult, Outcome, WorkerExit
 from orchestrate.spec.causes import Reason
 from orchestrate.supervise import hang, traits
 from orchestrate.supervise.checkpoint_events import Saves
@@ -45,7 +45,7 @@ class Generation:
         self.awaited: set[int] | None = None  # workers that have not started; None once all have
         self.noted = 0.0  # time when `awaited` last changed, or infinity once reported
         self.losses = 0  # number of times that the engine was lost
-        self.ends: list[ObservedExit] = []
+        self.ends: list[events.WorkerEnded] = []
         self.known: dict[int, Reason] = {}  # by rank: reasons that exit codes do not show
         self.engine_lost = ""  # the error when the engine was lost
         self.hung: Cause | None = None
@@ -78,8 +78,8 @@ class Generation:
             else:
                 self.running.discard(event.rank)
                 self.world.ended(event.rank, event.use)
-            self.ends.append(ObservedExit(event.seconds, WorkerExit(event.rank, event.exit_code), event.stopping))
-        if stopping or self.hung or any(end.exit.code for end in self.ends):
+            self.ends.append(event)
+        if stopping or self.hung or any(end.exit_code for end in self.ends):
             self._stop(stopping or FAILED)
 
     def adopt(self) -> None:
@@ -110,23 +110,20 @@ class Generation:
                 if self.hung and not self.why:  # the engine was lost during the stack dump
                     self._stop(FAILED)
         if self.running:
-            nodes = {self.plan.workers[rank].node for rank in self.running}
-            self.emit(events.WorkersLost(tuple(sorted(self.running))))
+            nodes = {rank: self.plan.workers[rank].node for rank in sorted(self.running)}
+            self.emit(events.WorkersLost(tuple(nodes)))
             try:
-                self.job.session.discard(nodes)
+                self.job.session.discard(set(nodes.values()))
             except EngineError as error:
                 self.emit(events.NodesLeft(str(error)))
             if not self.ends:  # an earlier supervisor may have recorded some
-                self.ends = [
-                    ObservedExit(self.emit.seconds(), WorkerExit(rank, LOST_EXIT_CODE), True)
-                    for rank in sorted(self.running)
-                ]
+                self.ends = [events.WorkerEnded(*item, LOST_EXIT_CODE, stopping=True) for item in nodes.items()]
         if self.why in (BY_USER, BY_MAX_RUN):
             if self.stopping and self.stopping.killed:
                 ranks, grace = report.name_ranks(sorted(self.stopping.killed)), self.spec.grace
                 self.job.warn(f"{ranks} did not end after SIGTERM: killed after the grace period of {grace:g} s")
             return self._result(Outcome.STOPPED, self.why)
-        if self.why == RESCALED and not any(end.exit.code and not end.ours for end in self.ends):
+        if self.why == RESCALED and not any(end.exit_code and not end.stopping for end in self.ends):
             return self._result(Outcome.RESCALED, self.why)
         if self.why == REMOVED:
             return self._result(Outcome.FAILED, self.why)
@@ -209,15 +206,15 @@ class Generation:
     def _ended(self, end: WorkerExit) -> None:
         self.running.discard(end.rank)
         node = self.plan.workers[end.rank].node
-        stopping, state = bool(self.why or self.hung), self.stopping
-        ours = stopping and end.asked
-        self.emit(events.WorkerEnded(end.rank, node, end.code, stopping=ours, use=end.use))
+        ending, state = bool(self.why or self.hung), self.stopping
+        stopping = ending and end.stopping
+        event = self.emit(events.WorkerEnded(end.rank, node, end.code, stopping=stopping, use=end.use))
         self.world.ended(end.rank, end.use)
         if not state or not state.kill or state.killed_late:  # other killed workers do not show a cause
-            self.ends.append(ObservedExit(self.emit.seconds(), end, ours))
-        if state and ours and end.code == LOST_EXIT_CODE and self.clock.monotonic() > state.patient:
+            self.ends.append(event)
+        if state and stopping and end.code == LOST_EXIT_CODE and self.clock.monotonic() > state.patient:
             state.killed.append(end.rank)
-        if end.code and not stopping:
+        if end.code and not ending:
             timeout = is_peer_failure(self.files.last_lines(end.rank), TIMEOUT)
             self.failing = min(self.failing, self.clock.monotonic() + PEER_FAILURE_WINDOW * timeout)
         self._stop_if_failing()
@@ -266,8 +263,8 @@ class Generation:
             if cut_off and ranks and not self.why and not self.hung:
                 rank = min(ranks)
                 self.known[rank] = Reason.PARTITION
-                self.emit(events.WorkerEnded(rank, node, LOST_EXIT_CODE, stopping=False, known=Reason.PARTITION))
-                self.ends.append(ObservedExit(self.emit.seconds(), WorkerExit(rank, LOST_EXIT_CODE), False))
+                end = events.WorkerEnded(rank, node, LOST_EXIT_CODE, stopping=False, known=Reason.PARTITION)
+                self.ends.append(self.emit(end))
                 self._stop(FAILED)
 
     def _rescale_at_checkpoint(self) -> None:

@@ -8,7 +8,7 @@ from orchestrate.node import protocol
 DEFAULTS: dict[str, dict[str, Any]] = {
     "started": {"generation": 0, "rank": 0, "pid": 7},
     "listening": {"generation": 0},
-    "ended": {"generation": 0, "rank": 0, "code": 0, "at": 1.0, "hint": "", "asked": False},
+    "ended": {"generation": 0, "rank": 0, "code": 0, "at": 1.0, "hint": "", "stopping": False},
     "status": {"generation": 0, "codes": {}, "hints": {}, "running": {}, "tags": {}, "time": 1.0, "importing": False},
     "cleaned": {},
     "refused": {"error": "why"},

@@ -54,9 +54,9 @@ def test_a_node_must_report_whether_it_had_asked_a_worker_to_stop(waiting):
         waiting.start(rank, "import os, signal\nprint(os.getpid())\nsignal.pause()")
     pids = [int(eventually(lambda rank=rank: waiting.log(rank))) for rank in range(2)]
     os.kill(pids[0], signal.SIGTERM)
-    assert waiting.pipe.until("ended", rank=0) | {"code": 143, "asked": False} == waiting.pipe.until("ended", rank=0)
+    assert waiting.pipe.until("ended", rank=0) | {"code": 143, "stopping": False} == waiting.pipe.until("ended", rank=0)
     waiting.pipe.ask("stop", kill=False)
-    assert waiting.pipe.until("ended", rank=1) | {"code": 143, "asked": True} == waiting.pipe.until("ended", rank=1)
+    assert waiting.pipe.until("ended", rank=1) | {"code": 143, "stopping": True} == waiting.pipe.until("ended", rank=1)
 
 
 def test_a_worker_that_ended_before_the_stop_request_must_be_reported_as_not_asked(waiting):
@@ -68,7 +68,7 @@ def test_a_worker_that_ended_before_the_stop_request_must_be_reported_as_not_ask
     waiting.pipe.ask("stop", kill=False)
     waiting.node.send_signal(signal.SIGCONT)
     ended = waiting.pipe.until("ended", rank=0)
-    assert (ended["code"], ended["asked"]) == (143, False)
+    assert (ended["code"], ended["stopping"]) == (143, False)
 
 
 def test_a_worker_of_an_ended_generation_must_not_start(waiting):
@@ -253,9 +253,9 @@ def test_a_worker_that_is_exiting_at_the_stop_request_must_not_count_as_asked(tm
         node.start(rank, "import signal\nprint('ready')\nsignal.pause()")
         eventually(lambda rank=rank: "ready" in node.log(rank))
     node.pipe.ask("stop", kill=False)
-    assert node.pipe.until("ended", rank=0)["asked"]
+    assert node.pipe.until("ended", rank=0)["stopping"]
     os.kill(node.pipe.until("started", rank=1)["pid"], signal.SIGTERM)
-    assert not node.pipe.until("ended", rank=1)["asked"]
+    assert not node.pipe.until("ended", rank=1)["stopping"]
     node.end()
 
 

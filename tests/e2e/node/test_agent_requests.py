@@ -96,7 +96,7 @@ def test_no_worker_must_start_if_the_expected_packet_filter_is_missing(waiting):
     script, env = [str(waiting.folder / "0.py")], {"RANK": "0", "TORCHELASTIC_RESTART_COUNT": "3"}
     waiting.pipe.ask("start", command=script, env=env, inherit=True, cwd=None, filtered=True)
     ended = waiting.pipe.until("ended", rank=0, generation=3)
-    assert (ended["code"], ended["hint"], ended["asked"]) == (143, "ending", False)
+    assert (ended["code"], ended["hint"], ended["stopping"]) == (143, "ending", False)
     assert waiting.log(0) == "" and waiting.status()["generation"] == -1
     waiting.pipe.heard.clear()
     waiting.pipe.ask("start", command=script, env=env, inherit=True, cwd=None, filtered=False)
@@ -143,7 +143,7 @@ def test_a_worker_that_the_fence_keeps_from_starting_must_count_as_stopped(waiti
     (waiting.folder / "generation").write_text("1\n")
     assert waiting.run(0, "print('late')") == 143
     ended = waiting.pipe.until("ended", rank=0)
-    assert (ended["generation"], ended["asked"], ended["hint"]) == (0, True, "")
+    assert (ended["generation"], ended["stopping"], ended["hint"]) == (0, True, "")
 
 
 def test_a_node_asked_to_end_must_stop_its_workers_start_no_more_and_exit(tmp_path):
@@ -153,10 +153,10 @@ def test_a_node_asked_to_end_must_stop_its_workers_start_no_more_and_exit(tmp_pa
     node.pipe.ask("end")
     eventually(lambda: "asked" in node.log(0))
     assert node.run(1, "print('late')") == 143
-    assert node.log(1) == "" and node.pipe.until("ended", rank=1)["asked"] is True
+    assert node.log(1) == "" and node.pipe.until("ended", rank=1)["stopping"] is True
     os.kill(node.status()["running"]["0"]["pid"], signal.SIGKILL)
     ended = node.pipe.until("ended", rank=0)
-    assert (ended["code"], ended["hint"], ended["asked"]) == (137, "ending", True)
+    assert (ended["code"], ended["hint"], ended["stopping"]) == (137, "ending", True)
     assert node.node.wait(timeout=150) == 0
     node.pipe.close()
 

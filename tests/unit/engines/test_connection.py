@@ -102,7 +102,7 @@ def test_workers_that_have_not_started_must_end_immediately_when_the_job_is_stop
     workers: list[Any] = [SimpleNamespace(rank=rank) for rank in (1, 2)]
     engine.queued = workers
     engine.stop(Stop.TERMINATE)
-    assert [(exit.rank, exit.code, exit.asked) for exit in engine.wait(0)] == [(1, 143, True), (2, 143, True)]
+    assert [(exit.rank, exit.code, exit.stopping) for exit in engine.wait(0)] == [(1, 143, True), (2, 143, True)]
     assert engine.running == {0: "node-0"} and not engine.queued
 
 

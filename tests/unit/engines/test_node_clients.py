@@ -107,13 +107,13 @@ def test_a_recreated_node_must_not_be_taken_for_the_previous_one(nodes):
 def test_the_exit_of_a_worker_must_be_reported_once_with_the_hint_of_its_node(nodes):
     nodes.start(planned())
     node = nodes.fakes["node-1"]
-    node.ended(1, 137, hint="oom", asked=True)
+    node.ended(1, 137, hint="oom", stopping=True)
     node.ended(1, 0, hint="ending")
-    assert [(end.rank, end.code, end.asked) for end in nodes.wait(1)] == [(1, 137, True)]
+    assert [(end.rank, end.code, end.stopping) for end in nodes.wait(1)] == [(1, 137, True)]
     assert nodes.exit_hints == {1: "oom"}
     assert nodes.wait(0) == []
     nodes.fakes["node-2"].ended(2, 1)
-    assert [(end.rank, end.asked) for end in nodes.wait(1)] == [(2, False)]
+    assert [(end.rank, end.stopping) for end in nodes.wait(1)] == [(2, False)]
 
 
 def test_a_worker_must_be_lost_if_its_node_disconnects_and_is_not_running(nodes):
@@ -348,7 +348,7 @@ def test_a_refused_request_must_fail_its_worker_and_warn_with_node_and_reason(no
     ended = []
     while not ended:  # a long message arrives in pieces
         ended = nodes.wait(30)
-    assert [(end.rank, end.code, end.asked) for end in ended] == [(0, 126, False)]
+    assert [(end.rank, end.code, end.stopping) for end in ended] == [(0, 126, False)]
     (warning,) = nodes.warnings()
     assert warning.startswith(f"node-0 refused a request: {' '.join(error[:100].split())}") and len(warning) < 300
     assert nodes.warnings() == [] and nodes.running.keys() == {1, 2}

@@ -33,7 +33,7 @@ class Idle(ManualLoop):
 
     def start(self, command, env, cwd, done, started) -> SimpleNamespace:
         self.done.append(done)
-        return SimpleNamespace(pid=os.getpid(), asked=False, kill=lambda number: None)
+        return SimpleNamespace(pid=os.getpid(), stopping=False, kill=lambda number: None)
 
     def stop(self, end: bool = False) -> None:
         self.stops.append(end)

@@ -5,8 +5,9 @@ import dataclasses
 import pytest
 from support.plans import HERE, plan
 
+from orchestrate.record.events import WorkerEnded
 from orchestrate.record.logs import last_lines
-from orchestrate.record.outcomes import ObservedExit, WorkerExit
+from orchestrate.record.outcomes import WorkerExit
 from orchestrate.spec.causes import CAUSES, Reason
 from orchestrate.spec.spec import JobSpec
 from orchestrate.supervise.diagnosis import BY_CODE, BY_ENGINE, SUMMARY, diagnose, find_root_cause, is_peer_failure
@@ -38,10 +39,11 @@ FRAMES = [
 PLAN = plan(JobSpec(trainers=2), HERE, "j", 29500)
 
 
-def found(*ends: tuple, lines: dict | None = None) -> tuple[WorkerExit, Reason | None]:
+def found(*ends: tuple, lines: dict | None = None, **more) -> tuple[WorkerExit, Reason | None]:
     """The worker to blame, from exits (seconds, rank, code), or (seconds, rank, code, "ours") if we stopped it."""
-    exits = [ObservedExit(end[0], WorkerExit(end[1], end[2]), len(end) > 3) for end in ends]
-    return find_root_cause(exits, lambda rank: (lines or {}).get(rank, []))
+    exits = [WorkerEnded(end[1], "node", end[2], stopping=len(end) > 3, seconds=end[0]) for end in ends]
+    exit, reason = find_root_cause(exits, lambda rank: (lines or {}).get(rank, []), **more)
+    return WorkerExit(exit.rank, exit.code), reason
 
 
 @pytest.mark.parametrize("code", [132, 134, 135, 136, 137, 139])
@@ -83,8 +85,7 @@ def test_a_worker_that_ends_long_after_the_first_must_never_be_the_cause():
     assert found((0.0, 0, 1), (30.0, 1, 137, "ours"), lines={0: [GLOO]})[0] == WorkerExit(0, 1)
     assert found((10.0, 0, 1), (13.0, 1, 137), lines={0: [GLOO]})[0] == WorkerExit(0, 1)
     assert found((10.0, 0, 1), (11.0, 1, 137), lines={0: [GLOO]})[0] == WorkerExit(1, 137)
-    ends = [ObservedExit(10.0, WorkerExit(0, 1), False), ObservedExit(11.0, WorkerExit(1, 137), False)]
-    assert find_root_cause(ends, lambda rank: [GLOO] * (rank == 0), window=0.5)[0] == WorkerExit(0, 1)
+    assert found((10.0, 0, 1), (11.0, 1, 137), lines={0: [GLOO]}, window=0.5)[0] == WorkerExit(0, 1)
 
 
 def test_a_peer_that_aborts_because_another_is_gone_must_not_be_the_cause():
