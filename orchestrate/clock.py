@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Protocol
 
 
@@ -20,6 +21,16 @@ class Clock(Protocol):
 
 
 SYSTEM: Clock = time
+
+
+def wait_until(done: Callable[[], object], seconds: float, clock: Clock, every: float = 0.02) -> bool:
+    """Call `done` at intervals of `every` seconds until it is true, for up to `seconds`; return whether it was."""
+    deadline = clock.monotonic() + seconds
+    while not done():
+        if clock.monotonic() >= deadline:
+            return False
+        clock.sleep(every)
+    return True
 
 
 class Stall:

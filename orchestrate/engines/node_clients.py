@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
-from orchestrate.clock import Clock
+from orchestrate.clock import Clock, wait_until
 from orchestrate.engines.base import Stop, never
 from orchestrate.engines.connection import ANSWER_TIMEOUT, NodeConnection
 from orchestrate.errors import EngineError, EngineLost, UsageError
@@ -192,14 +192,12 @@ class NodeClients:
     def wait_until_warm(self, nodes: Iterable[str], patience: float) -> bool:
         """Wait until nodes have imported the modules for workers; return False after `patience` seconds."""
         self.connect(nodes := list(nodes))
-        deadline = self.clock.monotonic() + patience
-        while True:
+
+        def warm() -> bool:
             states = self.ask(nodes, STATUS_TIMEOUT)
-            if len(states) == len(nodes) and not any(state.importing for state in states.values()):
-                return True
-            if self.clock.monotonic() > deadline:
-                return False
-            self.clock.sleep(0.05)
+            return len(states) == len(nodes) and not any(state.importing for state in states.values())
+
+        return wait_until(warm, patience, self.clock, 0.05)
 
     def clean(self, nodes: Iterable[str]) -> set[str]:
         """Clean up nodes for another job; return those without confirmation, where processes of the job may remain."""

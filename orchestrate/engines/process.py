@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from orchestrate.clock import SYSTEM, Clock
+from orchestrate.clock import SYSTEM, Clock, wait_until
 from orchestrate.console import during
 from orchestrate.engines import check_cache, sockets, venv
 from orchestrate.engines.base import SWARMS, JobState, Observed, ignoring, never
@@ -343,10 +343,8 @@ def _stop_nodes(
     nodes: list[_Node], grace: float, clock: Clock, signals: Iterable[int] = (signal.SIGTERM, signal.SIGKILL)
 ) -> None:
     """Stop nodes: SIGTERM, then SIGKILL after `grace` seconds."""
-    deadline = clock.monotonic() + grace + 1
     for number in signals:
         for node in filter(_Node.alive, nodes):
             node.signal(number)
-        while any(node.alive() for node in nodes) and clock.monotonic() < deadline:
-            clock.sleep(0.02)
-        deadline += 1
+        wait_until(lambda: not any(node.alive() for node in nodes), grace + 1, clock)
+        grace = 0

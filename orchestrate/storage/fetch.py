@@ -13,10 +13,10 @@ import logging
 import os
 import stat
 import threading
-import time
 from collections.abc import Callable
 from pathlib import PurePosixPath
 
+from orchestrate.clock import SYSTEM, wait_until
 from orchestrate.errors import StorageError, StorageLost
 from orchestrate.files.folder import Folder
 from orchestrate.node.trees import remove
@@ -132,11 +132,8 @@ def retry(
             return action()
         except StorageLost as error:
             lost(error)
-        until = time.monotonic() + RETRY_INTERVAL
-        while time.monotonic() < until:
-            if stopped():
-                raise Stopped
-            time.sleep(0.1)
+        if wait_until(stopped, RETRY_INTERVAL, SYSTEM, 0.1):
+            raise Stopped
     action()
 
 

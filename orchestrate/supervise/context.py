@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
-from orchestrate.clock import Clock
+from orchestrate.clock import Clock, wait_until
 from orchestrate.engines.base import Engine, Session
 from orchestrate.errors import EngineError
 from orchestrate.plan.plan import Plan
@@ -113,10 +113,8 @@ class JobContext:
 
     def sleep(self, seconds: float, since: tuple[int, str] | None = None) -> bool:
         """Wait; return True as soon as there is a stop request, or `max_run` is reached, now or `since` earlier."""
-        deadline, since = self.clock.monotonic() + seconds, since or self.requests()
-        while self.clock.monotonic() < deadline and self.requests() == since:
-            self.clock.sleep(0.05)
-        return self.requests() != since
+        since = since or self.requests()
+        return wait_until(lambda: self.requests() != since, seconds, self.clock, 0.05)
 
     def retry(self, action: Callable[[], None], fails: type[Exception], event: Callable[[str], Event]) -> None:
         """Retry `action` until it succeeds or the time limit is reached; emit `event` at the first failure.

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from docker.models.containers import Container
 
+from orchestrate.clock import wait_until
 from orchestrate.engines.docker import helper_containers, labels, program
 from orchestrate.engines.swarm import service_spec
 from orchestrate.engines.swarm.manager import ApiObject, Manager, ended, failed_to_start
@@ -140,10 +141,12 @@ class SwarmJob:
         """
         if more <= 0:
             return
-        count, deadline = len(self.tasks()) + more, self.manager.clock.monotonic() + PLACEMENT_TIMEOUT
+        count = len(self.tasks()) + more
         self._scale(role, more)
-        while self.manager.clock.monotonic() < deadline and sum("NodeID" in task for task in self.tasks()) < count:
-            self.manager.clock.sleep(0.02)  # two services that are placed at the same time may share a host
+        # Two services that are placed at the same time may share a host.
+        wait_until(
+            lambda: sum("NodeID" in task for task in self.tasks()) >= count, PLACEMENT_TIMEOUT, self.manager.clock
+        )
 
     def _scale(self, role: str, more: int) -> None:
         name = f"{self.project}-{role}"

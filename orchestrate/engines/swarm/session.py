@@ -14,6 +14,7 @@ from concurrent import futures
 from pathlib import Path
 from typing import BinaryIO
 
+from orchestrate.clock import wait_until
 from orchestrate.engines.base import Observed, never
 from orchestrate.engines.connection import ANSWER_TIMEOUT, NodeConnection, one_at_a_time
 from orchestrate.engines.node_clients import ClientSession, NodeClients, key_of
@@ -264,9 +265,8 @@ class SwarmSession(ClientSession):
         """Complete the logs of lost workers from Swarm's log, if it responds soon."""
         lost, self.lost = self.lost, {}
         tasks = self.swarm.look() if lost else {}
-        until = self.clock.monotonic() + TASK_END_TIMEOUT
-        while lost and self._any_runs(tasks, lost.values()) and self.clock.monotonic() < until:
-            self.clock.sleep(0.2)  # the log of a task is complete once Swarm reports its end
+        # The log of a task is complete once Swarm reports its end.
+        wait_until(lambda: not lost or not self._any_runs(tasks, lost.values()), TASK_END_TIMEOUT, self.clock, 0.2)
         for rank, node in lost.items():
             task, path = tasks.get(node), self.files / log(rank)
             asked = self.pool.submit(self.swarm.output, task) if task and self.manager.answers(task) else None
