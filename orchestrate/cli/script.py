@@ -14,6 +14,7 @@ from orchestrate.spec import command, strict_yaml
 from orchestrate.spec.spec import JobSpec
 
 SHELLS = ("sh", "bash", "zsh")
+SYNTAX = "use -- SCRIPT ARGS, or -- -m MODULE ARGS"
 
 
 def check_script(spec: JobSpec) -> JobSpec:
@@ -21,50 +22,26 @@ def check_script(spec: JobSpec) -> JobSpec:
 
     A name without a slash, or a path outside the folder, may also be a program in the image. Raises UsageError.
     """
-    top, script = Path.cwd().resolve(), spec.command[0]
+    top = Path.cwd().resolve()
     here = _start(spec.chdir, top)
     spec = dataclasses.replace(spec, chdir=str(here.relative_to(top)) if here != top else "")
-    is_python = of_python(spec.command)
+    script, *words = spec.command
     if not script:
-        raise UsageError("the script name is empty", "use -- SCRIPT ARGS, or -- -m MODULE ARGS")
+        raise UsageError("the script name is empty", SYNTAX)
     if launcher := command.other_launcher(spec.command):
         raise UsageError(
             f"{launcher} starts workers of its own, which know nothing of the other nodes",
             "leave it out: python -m orchestrate run SCRIPT.py ARGS",
         )
     if script.startswith("-"):
-        if script != "-m" or len(spec.command) < 2:
-            raise UsageError(
-                f"expected a script or -m MODULE, got {script}", "use -- SCRIPT ARGS, or -- -m MODULE ARGS"
-            )
-        module = spec.command[1]
-        if module.endswith(".py") and os.path.isfile(here / module):
-            raise UsageError(f"-m takes a module, but {module} is a file", "remove -m")
+        _check_module(script, words, here)
         return spec
-    try:
-        given = here / script
-        path = given.resolve()
-        found = path.is_file()
-        path = given.parent.resolve() / given.name if given.name else path  # a link stays one
-    except (OSError, RuntimeError, ValueError) as error:  # too long, a loop of links, or not encodable
-        raise UsageError(f"the script {strict_yaml.shown(script)} cannot be read: {error}", "check the path") from None
-    inside = path.is_relative_to(top)
-    if path.is_dir():
-        module = ".".join(Path(script).parts) or "PACKAGE"
-        raise UsageError(f"the script {script} is a folder", f"to run a module in it: -- -m {module}.MODULE")
-    program = (
-        not is_python and os.access(path, os.X_OK) and (not inside or ("/" not in script and shutil.which(script)))
-    )
-    if program or (not is_python and not found and (not inside or "/" not in script)):
-        _check_program(spec, here)
+    path, exists = _path(script, here)
+    if _is_program(spec, path, exists, top):
+        _check_program(script, words, here)
         return spec
-    if not found:
-        raise UsageError(f"the script {script} does not exist", f"paths are relative to {here}")
-    if not inside:
-        raise UsageError(
-            f"the script {script} is outside {top}, the folder that nodes see",
-            f"run from its folder: cd {path.parent}",
-        )
+    _check_file(script, path, exists, top, here)
+    is_python = of_python(spec.command)
     if not is_python and not os.access(path, os.X_OK):
         interpreter = "bash" if path.suffix == ".sh" else "python"
         raise UsageError(
@@ -74,7 +51,51 @@ def check_script(spec: JobSpec) -> JobSpec:
     relative = os.path.relpath(path, here)
     # Otherwise Python takes it for an option, and a program without a slash is searched in PATH.
     relative = f"./{relative}" if relative.startswith("-") or not is_python else relative
-    return dataclasses.replace(spec, command=(relative, *spec.command[1:]))
+    return dataclasses.replace(spec, command=(relative, *words))
+
+
+def _check_module(flag: str, words: list[str], here: Path) -> None:
+    """Raise UsageError unless the command is `-m MODULE`."""
+    if flag != "-m" or not words:
+        raise UsageError(f"expected a script or -m MODULE, got {flag}", SYNTAX)
+    if words[0].endswith(".py") and os.path.isfile(here / words[0]):
+        raise UsageError(f"-m takes a module, but {words[0]} is a file", "remove -m")
+
+
+def _path(script: str, here: Path) -> tuple[Path, bool]:
+    """Return the path of a script, and whether it is a file; raises UsageError for a folder."""
+    try:
+        given = here / script
+        exists = given.resolve().is_file()
+        path = given.parent.resolve() / given.name if given.name else given.resolve()  # a link stays one
+    except (OSError, RuntimeError, ValueError) as error:  # too long, a loop of links, or not encodable
+        raise UsageError(f"the script {strict_yaml.shown(script)} cannot be read: {error}", "check the path") from None
+    if path.is_dir():
+        module = ".".join(Path(script).parts) or "PACKAGE"
+        raise UsageError(f"the script {script} is a folder", f"to run a module in it: -- -m {module}.MODULE")
+    return path, exists
+
+
+def _is_program(spec: JobSpec, path: Path, exists: bool, top: Path) -> bool:
+    """Whether the command is a program of the image or of this machine, and not a file in the code folder `top`."""
+    script = spec.command[0]
+    if of_python(spec.command):
+        return False
+    elsewhere, bare = not path.is_relative_to(top), "/" not in script
+    if not exists:
+        return elsewhere or bare
+    return os.access(path, os.X_OK) and (elsewhere or (bare and shutil.which(script) is not None))
+
+
+def _check_file(script: str, path: Path, exists: bool, top: Path, here: Path) -> None:
+    """Raise UsageError unless a script is a file that nodes see."""
+    if not exists:
+        raise UsageError(f"the script {script} does not exist", f"paths are relative to {here}")
+    if not path.is_relative_to(top):
+        raise UsageError(
+            f"the script {script} is outside {top}, the folder that nodes see",
+            f"run from its folder: cd {path.parent}",
+        )
 
 
 def _start(chdir: str, top: Path) -> Path:
@@ -86,9 +107,8 @@ def _start(chdir: str, top: Path) -> Path:
     raise UsageError(f"chdir: {strict_yaml.shown(chdir)} is no folder in {top}", "use a path relative to that folder")
 
 
-def _check_program(spec: JobSpec, here: Path) -> None:
+def _check_program(shell: str, words: list[str], here: Path) -> None:
     """Raise UsageError for a shell with a script that does not exist, and for a script without its suffix."""
-    shell, *words = spec.command
     if (here / f"{shell}.py").is_file() and not shutil.which(shell):
         raise UsageError(f"the script {shell} does not exist", f"did you mean {shell}.py?")
     if Path(shell).name in SHELLS and words and not words[0].startswith(("-", "/")) and not (here / words[0]).exists():
