@@ -41,17 +41,7 @@ def find(args: argparse.Namespace, engines: list[Engine]) -> Path:
     A job that has ended in another folder than `args.runs` is found only by its whole name.
     Raises UsageError for one that another user could have created or can change: its content cannot be trusted.
     """
-    states = [state for engine in engines for state in engine.jobs() if not state.cluster and state.named]
-    running = {state.job_id: state.paths.root for state in states}
-    here = {folder.name: folder for folder in job_folders(args.runs)}
-    runs = here | running
-    matches = [name for name in runs if name.startswith(args.job)]
-    ours = [name for name in matches if name in running or records.find(runs[name])]
-    found = [args.job] if args.job in ours else [name for name in ours if name in running] or ours
-    found = found or [name for name in matches if name == args.job]  # created on another machine or by another account
-    elsewhere = [] if found else [run for run in records.runs(args.job) if not JobPaths(run).nodes.exists()]
-    if len(elsewhere) == 1:
-        runs, found = {args.job: elsewhere[0]}, [args.job]
+    runs, found = _matches(args, engines)
     folder = runs[found[0]] if found else args.runs / args.job
     if why := owners.foreign(folder):
         raise UsageError(
@@ -63,13 +53,29 @@ def find(args: argparse.Namespace, engines: list[Engine]) -> Path:
         raise UsageError(f"{args.job} is a cluster, not a job", f"python -m orchestrate down {args.job} removes it")
     if len(found) != 1:
         what = f"{args.job} matches {len(found)} jobs" if found else f"no such job: {args.job}"
-        known = _newest([JobPaths(runs[name]) for name in found or here])
+        known = _newest(
+            [JobPaths(runs[name]) for name in found or [name for name in runs if runs[name].parent == args.runs]]
+        )
         more = f" and {len(known) - MAX_SHOWN} more" if len(known) > MAX_SHOWN else ""
         names = ", ".join(paths.root.name for paths in known[:MAX_SHOWN]) + more
         none = f"no jobs in {args.shown}; use --runs to select another folder"
-        hint = f"jobs in {args.shown}: {names}" if known else none
-        raise UsageError(what, hint)
+        raise UsageError(what, f"jobs in {args.shown}: {names}" if known else none)
     return folder
+
+
+def _matches(args: argparse.Namespace, engines: list[Engine]) -> tuple[dict[str, Path], list[str]]:
+    """Return the run directories of all known jobs by name, and the names of those that `args.job` can mean."""
+    states = [state for engine in engines for state in engine.jobs() if not state.cluster and state.named]
+    running = {state.job_id: state.paths.root for state in states}
+    runs = {folder.name: folder for folder in job_folders(args.runs)} | running
+    matches = [name for name in runs if name.startswith(args.job)]
+    ours = [name for name in matches if name in running or records.find(runs[name])]
+    found = [args.job] if args.job in ours else [name for name in ours if name in running] or ours
+    found = found or [name for name in matches if name == args.job]  # created on another machine or by another account
+    elsewhere = [] if found else [run for run in records.runs(args.job) if not JobPaths(run).nodes.exists()]
+    if len(elsewhere) == 1:
+        return {args.job: elsewhere[0]}, [args.job]
+    return runs, found
 
 
 def latest(runs: Path, shown: Path) -> str:

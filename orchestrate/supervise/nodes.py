@@ -40,25 +40,7 @@ class Nodes:
         if copies:
             self.work_copy.begin()
         self.end_rejoining()
-        error = ""
-        complete = replace(self._planned(wanted, number), nodes=names(self.spec, spares=True))
-        left = self.job.session.alive() if not first and self.spec.spares else {}
-        try:
-            if len(left) >= len(wanted):
-                # Standby nodes replace the lost ones, which are brought back in the background.
-                self.rejoining = self.pool.submit(self._up, complete)
-            else:
-                self._try_up(complete, 1 if first else MAX_ATTEMPTS)
-        except EngineLost:
-            raise
-        except EngineError as failure:
-            if first or (self.spec.min_trainers is None and len(self.job.session.alive()) < len(wanted)):
-                raise
-            error = str(failure)
-            self.rejoin_at = self.job.clock.monotonic() + self.rejoin_delay
-        alive = self.job.session.alive()
-        if self.rejoining:  # leave out a node that is already back
-            alive = {node: host for node, host in alive.items() if node in left}
+        alive, error = self._start(replace(self._planned(wanted, number), nodes=names(self.spec, spares=True)), first)
         nodes = in_order(alive)[: len(wanted)]
         missing = len(wanted) - len(nodes)
         error = error or f"{len(nodes)} of {len(wanted)} nodes are running"
@@ -76,6 +58,29 @@ class Nodes:
         self.job.write(lambda: self.job.session.gather(self.job.is_over))
         self.plan = self._planned(nodes, number)
         self.job.write(lambda: self.keep(self.plan))
+
+    def _start(self, wanted: Plan, first: bool) -> tuple[dict[str, str], str]:
+        """Start missing nodes; return the running ones with their hosts, and the error if some could not start.
+
+        Raises EngineError if the job cannot continue with fewer.
+        """
+        count = len(names(self.spec))
+        left = self.job.session.alive() if not first and self.spec.spares else {}
+        if len(left) >= count:
+            # Standby nodes replace the lost ones, which are brought back in the background.
+            self.rejoining = self.pool.submit(self._up, wanted)
+            alive = self.job.session.alive()
+            return {node: host for node, host in alive.items() if node in left}, ""  # without one that is already back
+        try:
+            self._try_up(wanted, 1 if first else MAX_ATTEMPTS)
+        except EngineLost:
+            raise
+        except EngineError as failure:
+            if first or (self.spec.min_trainers is None and len(self.job.session.alive()) < count):
+                raise
+            self.rejoin_at = self.job.clock.monotonic() + self.rejoin_delay
+            return self.job.session.alive(), str(failure)
+        return self.job.session.alive(), ""
 
     def are_back(self) -> bool:
         """Whether a missing node is back; at intervals, starts an attempt to bring it back in the background."""
