@@ -11,16 +11,23 @@ from orchestrate.plan.plan import Plan
 from orchestrate.record import events, report
 from orchestrate.record.outcomes import LOST_EXIT_CODE, Cause, GenerationResult, Outcome, WorkerExit
 from orchestrate.spec.causes import Reason
-from orchestrate.supervise import hang, traits
+from orchestrate.supervise import hang
 from orchestrate.supervise.checkpoint_events import Saves
 from orchestrate.supervise.context import BY_MAX_RUN, BY_USER, ENGINE_TIMEOUT, JobContext
-from orchestrate.supervise.diagnosis import PEER_FAILURE_WINDOW, TIMEOUT, diagnose, find_root_cause, is_peer_failure
+from orchestrate.supervise.diagnosis import traits
+from orchestrate.supervise.diagnosis.root_cause import (
+    PEER_FAILURE_WINDOW,
+    TIMEOUT,
+    diagnose,
+    find_root_cause,
+    is_peer_failure,
+)
+from orchestrate.supervise.diagnosis.tracebacks import before_dump
 from orchestrate.supervise.isolation_check import WorldCheck
 from orchestrate.supervise.job_files import CONTEXT, LAST_LINES
 from orchestrate.supervise.nodes import Nodes
 from orchestrate.supervise.policy import CRASH_LOOP_SECONDS
 from orchestrate.supervise.stopping import Stopping
-from orchestrate.supervise.tracebacks import before_dump
 
 FAILED, RESCALED, REMOVED = "a worker failed", "a node is back", "its run directory was removed"
 PARTITION_TIMEOUT = 5.0  # seconds that a node may be disconnected from the network

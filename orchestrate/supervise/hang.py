@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from orchestrate.supervise.context import JobContext
-from orchestrate.supervise.tracebacks import before_dump, ends_with_error
+from orchestrate.supervise.diagnosis.tracebacks import before_dump, ends_with_error
 
 IDLE = 0.05  # share of a core; a worker that waits for its peers uses less, although torch polls
 STATES = {

@@ -11,8 +11,8 @@ from orchestrate.plan.plan import Plan
 from orchestrate.plan.preload import uses
 from orchestrate.record import events
 from orchestrate.record.outcomes import Use
-from orchestrate.supervise import traits
 from orchestrate.supervise.context import JobContext
+from orchestrate.supervise.diagnosis import traits
 
 CHECK_AFTER = 60.0  # seconds of training after which workers are checked while they run
 LOOK_INTERVAL = 10.0  # seconds between two looks whether training has begun

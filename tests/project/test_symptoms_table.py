@@ -5,7 +5,7 @@ import re
 from support.repo import ROOT
 
 from orchestrate.spec.causes import RULES
-from orchestrate.supervise.symptoms import IN_ERRORS, IN_LINES, Symptom
+from orchestrate.supervise.diagnosis.symptoms import IN_ERRORS, IN_LINES, Symptom
 
 ACTIONS = {rule["cause"]: rule["action"] for rule in RULES}
 

@@ -5,7 +5,7 @@ from support.plans import HERE, plan
 
 from orchestrate.record.outcomes import Cause, WorkerExit
 from orchestrate.spec.spec import JobSpec
-from orchestrate.supervise.diagnosis import diagnose
+from orchestrate.supervise.diagnosis.root_cause import diagnose
 
 PLAN = plan(JobSpec(trainers=2), HERE, "j", 29500)
 

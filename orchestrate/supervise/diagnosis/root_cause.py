@@ -10,8 +10,8 @@ from orchestrate.plan.plan import Plan
 from orchestrate.record.events import WorkerEnded
 from orchestrate.record.outcomes import TERMINATED_EXIT_CODE, Cause, WorkerExit
 from orchestrate.spec.causes import Reason
-from orchestrate.supervise.symptoms import FEWER_LOADERS, IN_ERRORS, IN_LINES
-from orchestrate.supervise.tracebacks import before_dump, final_errors
+from orchestrate.supervise.diagnosis.symptoms import FEWER_LOADERS, IN_ERRORS, IN_LINES
+from orchestrate.supervise.diagnosis.tracebacks import before_dump, final_errors
 
 ABORTED, KILLED = 134, 137  # exit codes: 128 + the number of the signal
 BY_SIGNAL = {132, ABORTED, 135, 136, KILLED, 139}  # ILL, ABRT, BUS, FPE, KILL, SEGV: not caused by a lost peer

@@ -8,9 +8,10 @@ import pytest
 from support.plans import HERE, plan
 
 from orchestrate.record.outcomes import WorkerExit
+from orchestrate.spec.causes import CAUSES
 from orchestrate.spec.spec import JobSpec
-from orchestrate.supervise.diagnosis import diagnose
-from orchestrate.supervise.symptoms import IN_ERRORS, IN_LINES, Symptom
+from orchestrate.supervise.diagnosis.root_cause import BY_CODE, BY_ENGINE, SUMMARY, diagnose
+from orchestrate.supervise.diagnosis.symptoms import IN_ERRORS, IN_LINES, Symptom
 
 PLAN = plan(JobSpec(trainers=1), HERE, "j", 29500)
 ANY = Symptom._field_defaults["exact"]
@@ -180,3 +181,8 @@ def test_a_missing_file_must_be_looked_for_where_it_can_be(tmp_path):
     asked = hint(there, f"train.py --data {tmp_path / 'data'}")
     assert asked.startswith(f"nodes do not see {there} of this machine: --data data=")
     assert hint("../none.csv").startswith("nodes see only the folder")
+
+
+def test_every_cause_must_be_listed():
+    named = {symptom.cause for symptom in EVERY} | {kind for kind, _ in BY_CODE.values()}
+    assert named | set(BY_ENGINE) | set(SUMMARY) <= set(CAUSES)

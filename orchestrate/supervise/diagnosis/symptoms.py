@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from orchestrate.plan.plan import Plan
 from orchestrate.spec.causes import Reason
-from orchestrate.supervise import missing, traits
-from orchestrate.supervise.tracebacks import RANK
+from orchestrate.supervise.diagnosis import missing, traits
+from orchestrate.supervise.diagnosis.tracebacks import RANK
 
 # Options of `run`, which scripts do not have.
 RUN_OPTIONS = "nodes|nnodes|trainers|gpus|engine|image|dry-run|detach|set|runs|json|print-path|nproc[-_]per[-_]node"
