@@ -251,7 +251,7 @@ def test_closed_streams_must_not_be_an_error(tmp_path, arguments, shell):
 
 
 PROGRAM = """
-import sys, time
+import os, sys, time
 from orchestrate import console
 console.ANNOUNCE_AFTER = console.PROGRESS_INTERVAL = AFTER
 console.phase("starting 2 nodes")
@@ -267,6 +267,7 @@ console.mute()
 console.phase("muted")
 console.print_later("of a signal handler")
 console.finish()
+os._exit(0)  # as the command line does: threads may still print
 """
 
 

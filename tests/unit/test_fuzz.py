@@ -39,7 +39,7 @@ values = st.recursive(
 METRICS = ["step", "loss", "rank_seconds", "a"]
 FORMS = [
     {"say": "started", "generation": 0, "rank": 0, "pid": 2},
-    {"say": "ended", "generation": 0, "rank": 0, "code": 1, "at": 1.0, "hint": "", "asked": False},
+    {"say": "ended", "generation": 0, "rank": 0, "code": 1, "at": 1.0, "hint": "", "stopping": False},
     {
         "say": "status",
         "generation": 0,

@@ -1,5 +1,6 @@
 """What is shown of a job while it runs: on a screen, and to other processes that ask for it."""
 
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -27,7 +28,8 @@ class Seen(Screen):
         self.lines: list[tuple[int, list[int | None]]] = []  # ranks, and steps that they name
         self.bars: list = []
         self.used: list = []
-        self.watch = self.used.append
+        self.got = threading.Event()
+        self.watch = self._watch
 
     def planned(self, plan) -> None:
         self.plans.append(plan.generation)
@@ -41,10 +43,17 @@ class Seen(Screen):
     def refresh(self, bars) -> None:
         self.bars.append(bars())
 
+    def _watch(self, found) -> None:
+        self.used.append(found)
+        self.got.set()
+
 
 def test_a_screen_must_get_all_that_happens_in_a_job(paths):
     screen, engine = Seen(), Whole([[], KILLED], [ALL_WELL])
     engine.start = after(engine.start, lambda: paths.log(1).write_text("hello\nstep 3, loss 0.5\n"))
+    asked: list[int] = []
+    engine.activity = after(engine.activity, lambda: asked.append(1))
+    engine.wait = before(engine.wait, lambda: asked and screen.got.wait(60))  # only the newest picture is shown
     launch.supervise(paths, engine, lambda: 0, watched(paths, Display(print, screen=screen)))
     assert screen.lines == [(1, [3])] and screen.bars[-1] == {}
     assert screen.plans == [0, 1] and {*screen.used[0]} == {0, 1, 2}
