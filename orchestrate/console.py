@@ -83,6 +83,11 @@ def shortened(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
+def quoted(value: object) -> str:
+    """Format a value for an error message: on one line, and truncated if it is long."""
+    return shortened(repr(value), 100)
+
+
 def colors(stream: TextIO | None) -> bool:
     """Whether a stream shows colors: a terminal that can, unless `NO_COLOR` is set (no-color.org)."""
     return _terminal(stream) and not os.environ.get("NO_COLOR")

@@ -10,10 +10,8 @@ from typing import Any
 from orchestrate.cli.options import FLAGS, SWITCHES, parser
 from orchestrate.cli.parser import JOB_FILES
 from orchestrate.cli.table import COMMANDS, Command
-from orchestrate.console import called
+from orchestrate.console import called, quoted
 from orchestrate.errors import UsageError
-from orchestrate.spec.inputs import OF_SHELL
-from orchestrate.spec.strict_yaml import shown
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -27,7 +25,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     about = COMMANDS.get(argv[0] if argv else "", Command(""))
     if argv and argv[0].startswith("-") and argv[0] not in (*top.flags(), "--"):
         hint = f"options come after the command: {called()} run {argv[0]} …"
-        raise UsageError(f"expected a command before {shown(argv[0])}", hint)
+        raise UsageError(f"expected a command before {quoted(argv[0])}", hint)
     split = len(argv) if "--" not in argv else argv.index("--")
     if about.plans or about.script:
         split = _command_start(argv, split, top.subparser(argv[0]).switches())
@@ -70,12 +68,14 @@ def _data(text: str) -> tuple[str, str]:
     """Return the job file key and value for `NAME=DIR`."""
     name, equals, folder = text.partition("=")
     if not equals or not folder:
-        raise UsageError(f"--data {shown(text)}: missing =", "use --data NAME=DIR")
+        raise UsageError(f"--data {quoted(text)}: missing =", "use --data NAME=DIR")
     return f"data.{name}", folder
 
 
 def _secret(text: str) -> tuple[str, str]:
     """Return the job file key and value for `NAME=FILE`, or for `NAME`, a variable of this shell."""
+    from orchestrate.spec.inputs import OF_SHELL  # only here: it takes time to import
+
     name, _, path = text.partition("=")
     return f"secrets.{name}", path or OF_SHELL
 
@@ -85,6 +85,6 @@ def _variable(text: str) -> tuple[str, str]:
     name, equals, value = text.partition("=")
     if not equals and name not in os.environ:
         raise UsageError(
-            f"environment variable {shown(name)} is not set in this shell", f"export {name}, or use --env NAME=VALUE"
+            f"environment variable {quoted(name)} is not set in this shell", f"export {name}, or use --env NAME=VALUE"
         )
     return f"env.{name}", value if equals else os.environ[name]

@@ -13,7 +13,6 @@ from orchestrate.cli.table import COMMANDS
 from orchestrate.clock import SYSTEM, Clock
 from orchestrate.console import print_message
 from orchestrate.errors import OrchestrateError, UsageError
-from orchestrate.files import log_file, sandbox
 from orchestrate.patience import Abandoned
 
 
@@ -24,7 +23,6 @@ def main(argv: list[str], clock: Clock = SYSTEM) -> int:
     """
     console.prepare()
     code = _run_guarded(argv, clock)
-    sandbox.end()
     if failure := console.finish():
         print_message(f"error: could not write all output: {failure}")
         console.finish()
@@ -58,8 +56,13 @@ def _run_guarded(argv: list[str], clock: Clock) -> int:
 def _command(argv: list[str], clock: Clock) -> int:
     args = parse(argv)
     args.clock = clock
+    from orchestrate.files import log_file, sandbox  # --help needs none of what follows
+
     with log_file.shown("debug" if args.verbose else os.environ.get("LOGLEVEL", "")):
-        return _dispatch(args)
+        try:
+            return _dispatch(args)
+        finally:
+            sandbox.end()
 
 
 def _dispatch(args: argparse.Namespace) -> int:

@@ -13,11 +13,7 @@ from typing import Any
 from orchestrate import __version__
 from orchestrate.cli.parser import Parser
 from orchestrate.cli.table import COMMANDS
-from orchestrate.console import called
-from orchestrate.spec import patterns
-from orchestrate.spec.spec import description
-from orchestrate.spec.strict_yaml import shown
-from orchestrate.spec.values import LONG
+from orchestrate.console import called, quoted
 
 FLAGS = {  # job file keys that are also options, with their metavars
     "trainers": "N",
@@ -105,6 +101,8 @@ def add_follow(command: argparse.ArgumentParser) -> None:
 
 def add_job_options(command: argparse.ArgumentParser) -> None:
     """Add the job file, and the options that are keys of it."""
+    from orchestrate.spec.spec import description  # only here, as below: --help needs nothing of jobs
+
     command.add_argument("file", nargs="?", type=Path, metavar="JOB.yaml", help="job file; options override it")
     command.add_argument("--nodes", metavar="N", help="number of nodes, with the master (default: 4)")
     command.add_argument("--nnodes", dest="nodes", help=argparse.SUPPRESS)
@@ -197,7 +195,7 @@ def add_runs(command: argparse.ArgumentParser) -> None:
 def name(text: str) -> str:
     """Check the name of a job or cluster, or its prefix: the characters of `store.new_id`, so that none is a path."""
     if not re.fullmatch("[a-z0-9-]{1,63}", text):
-        raise argparse.ArgumentTypeError(f"invalid name {shown(text)}: use lowercase letters, digits and hyphens")
+        raise argparse.ArgumentTypeError(f"invalid name {quoted(text)}: use lowercase letters, digits and hyphens")
     return text
 
 
@@ -212,41 +210,45 @@ def job(text: str) -> str:
 def count(text: str) -> int:
     """Parse a number of lines."""
     if not re.fullmatch("[0-9]{1,9}", text):
-        raise argparse.ArgumentTypeError(f"{shown(text)} is not a number of lines")
+        raise argparse.ArgumentTypeError(f"{quoted(text)} is not a number of lines")
     return int(text)
 
 
 def port(text: str) -> int:
     """Parse a TCP port."""
     if not re.fullmatch("[0-9]{1,5}", text) or int(text) > 65535:
-        raise argparse.ArgumentTypeError(f"{shown(text)} is not a port")
+        raise argparse.ArgumentTypeError(f"{quoted(text)} is not a port")
     return int(text)
 
 
 def pattern(text: str) -> Any:
     """Compile a regular expression, whose searches can be limited in time."""
+    from orchestrate.spec import patterns
+
     try:
         return patterns.compiled(text)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{shown(text)} is not a regular expression: {error}") from None
+        raise argparse.ArgumentTypeError(f"{quoted(text)} is not a regular expression: {error}") from None
 
 
 def duration(text: str) -> float:
     """Parse a duration, in seconds."""
+    from orchestrate.spec.values import LONG
+
     try:
         return float(LONG.parse(text))
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{shown(text)} is not {error}") from None
+        raise argparse.ArgumentTypeError(f"{quoted(text)} is not {error}") from None
 
 
 def folder(text: str) -> Path:
     """Check the folder of `--runs`, which may not exist yet."""
     try:
         if not text or not stat.S_ISDIR(os.stat(text).st_mode):
-            raise argparse.ArgumentTypeError(f"{shown(text)} is not a folder")
+            raise argparse.ArgumentTypeError(f"{quoted(text)} is not a folder")
     except FileNotFoundError:
         pass
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error
-        raise argparse.ArgumentTypeError(f"{shown(text)} cannot be used: {why}") from None
+        raise argparse.ArgumentTypeError(f"{quoted(text)} cannot be used: {why}") from None
     return Path(text)

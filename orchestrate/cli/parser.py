@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import re
 import shlex
 import sys
 from typing import Any, NoReturn
 
+from orchestrate.console import quoted
 from orchestrate.errors import UsageError
-from orchestrate.spec.spec import FIELDS
-from orchestrate.spec.strict_yaml import shown
 
 JOB_FILES = (".yaml", ".yml", ".json")
 EXPORTS = {"kubernetes": ("job", "jobset", "trainjob"), "slurm": ("venv", "apptainer", "pyxis"), "compose": ()}
@@ -39,7 +37,7 @@ class Parser(argparse.ArgumentParser):
             script = kind == "command" and match[1].endswith((".py", ".sh"))
             hint = f"{self.prog} run {match[1]}" if script else closest(match[1], known)
             hint = hint or (f"one of {', '.join(known)}" if kind == "target" else f"{self.prog} --help")
-            raise UsageError(f"unknown {kind} {shown(match[1])}", hint)
+            raise UsageError(f"unknown {kind} {quoted(match[1])}", hint)
         raise UsageError(message, f"{self.prog} --help")
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
@@ -49,7 +47,7 @@ class Parser(argparse.ArgumentParser):
             command = self.subparser(parsed.command)
             command = command.subparser(parsed.target) if parsed.command == "export" else command
             kind = "unknown option" if unknown[0].startswith("-") else "unexpected argument"
-            raise UsageError(f"{parsed.command}: {kind} {shown(unknown[0])}", _what_to_do(unknown, parsed, command))
+            raise UsageError(f"{parsed.command}: {kind} {quoted(unknown[0])}", _what_to_do(unknown, parsed, command))
         return parsed
 
     def _print_message(self, message: str, file: Any = None) -> None:
@@ -74,6 +72,8 @@ class Parser(argparse.ArgumentParser):
 
 def _what_to_do(unknown: list[str], parsed: argparse.Namespace, command: Parser) -> str:
     """Return a hint for the first of the arguments that `command` does not know; others may be its value."""
+    from orchestrate.spec.spec import FIELDS  # only here: it takes time to import
+
     flag, _, value = unknown[0].partition("=")
     key = flag.lstrip("-").replace("-", "_")
     if key in FIELDS and parsed.command == "resume":
@@ -92,6 +92,8 @@ def _what_to_do(unknown: list[str], parsed: argparse.Namespace, command: Parser)
 
 def closest(word: str, known: list[str]) -> str:
     """Return a hint with the known word that is most similar to a misspelled one; "" if none is."""
+    import difflib  # only here, for --help
+
     names = {name.lstrip("-"): name for name in known}
     matches = difflib.get_close_matches(word.lstrip("-"), names, n=1, cutoff=0.65)
     return f"did you mean {names[matches[0]]}?" if matches else ""

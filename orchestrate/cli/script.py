@@ -8,9 +8,10 @@ import os
 import shutil
 from pathlib import Path
 
+from orchestrate.console import quoted
 from orchestrate.errors import UsageError
 from orchestrate.node.command import of_python
-from orchestrate.spec import command, strict_yaml
+from orchestrate.spec import command
 from orchestrate.spec.spec import JobSpec
 
 SHELLS = ("sh", "bash", "zsh")
@@ -69,7 +70,7 @@ def _path(script: str, here: Path) -> tuple[Path, bool]:
         exists = given.resolve().is_file()
         path = given.parent.resolve() / given.name if given.name else given.resolve()  # a link stays one
     except (OSError, RuntimeError, ValueError) as error:  # too long, a loop of links, or not encodable
-        raise UsageError(f"the script {strict_yaml.shown(script)} cannot be read: {error}", "check the path") from None
+        raise UsageError(f"the script {quoted(script)} cannot be read: {error}", "check the path") from None
     if path.is_dir():
         module = ".".join(Path(script).parts) or "PACKAGE"
         raise UsageError(f"the script {script} is a folder", f"to run a module in it: -- -m {module}.MODULE")
@@ -104,7 +105,7 @@ def _start(chdir: str, top: Path) -> Path:
         start = (top / chdir).resolve()
         if start.is_dir() and start.is_relative_to(top):
             return start
-    raise UsageError(f"chdir: {strict_yaml.shown(chdir)} is no folder in {top}", "use a path relative to that folder")
+    raise UsageError(f"chdir: {quoted(chdir)} is no folder in {top}", "use a path relative to that folder")
 
 
 def _check_program(shell: str, words: list[str], here: Path) -> None:

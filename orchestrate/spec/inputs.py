@@ -6,9 +6,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from orchestrate.console import quoted
 from orchestrate.spec import requirements
 from orchestrate.spec.patterns import flaw
-from orchestrate.spec.strict_yaml import shown
 from orchestrate.spec.values import MAX_PATTERN, TEXT, VARIABLE, Schema, either, kind, list_of, matching
 
 
@@ -71,7 +71,7 @@ def secrets(value: Any) -> dict[str, str]:
         value = dict.fromkeys(map(str, names), VARIABLE_OF_ENV)
     for name, source in value.items():
         if not re.fullmatch(VARIABLE, str(name)):
-            raise ValueError(f"{meaning}; {shown(str(name))} is not a valid name")
+            raise ValueError(f"{meaning}; {quoted(str(name))} is not a valid name")
         if not isinstance(source, str) or not source or not source.isprintable():
             raise ValueError(f"{meaning}; the source of {name} is neither")
     return dict(value)
@@ -97,7 +97,7 @@ def hyperparameters(value: Any) -> dict[str, Any]:
     for name, content in value.items():
         items = content if isinstance(content, list) else [content]
         if not re.fullmatch(FLAG, str(name)):
-            raise ValueError(f"{meaning}; {shown(str(name))} is not the name of an option")
+            raise ValueError(f"{meaning}; {quoted(str(name))} is not the name of an option")
         if content is not None and not all(isinstance(item, (str, int, float)) for item in items):
             raise ValueError(f"{meaning}; the value of {name} is neither text nor a number")
     return {str(name): _option(content) for name, content in value.items()}

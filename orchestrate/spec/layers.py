@@ -11,11 +11,11 @@ from typing import Any
 
 import yaml
 
+from orchestrate.console import quoted
 from orchestrate.errors import UsageError
 from orchestrate.spec import command, strict_yaml
 from orchestrate.spec.redact import is_secret
 from orchestrate.spec.spec import APP, FIELDS, MAPPINGS, NODES, TEXTS, JobSpec, description
-from orchestrate.spec.strict_yaml import shown
 
 
 def _trainers(nodes: Any) -> int:
@@ -23,7 +23,7 @@ def _trainers(nodes: Any) -> int:
     try:
         return int(NODES.parse(nodes)) - 1
     except ValueError as error:
-        raise UsageError(f"nodes must be {error}, not {shown(nodes)}", "nodes includes the master") from None
+        raise UsageError(f"nodes must be {error}, not {quoted(nodes)}", "nodes includes the master") from None
 
 
 def resolve(*layers: Mapping[str, Any]) -> JobSpec:
@@ -95,11 +95,11 @@ def _parsed(layers: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
                 near = difflib.get_close_matches(key, FIELDS, n=1, cutoff=0.7)
                 others = f"hyperparameters.{key} for an option of the script; otherwise one of {', '.join(FIELDS)}"
                 hint = f"did you mean {near[0]}?" if near else others
-                raise UsageError(f"unknown key {shown(key)}", hint)
+                raise UsageError(f"unknown key {quoted(key)}", hint)
             try:
                 parsed = FIELDS[key].metadata["kind"].parse(_decoded(value))
             except ValueError as error:
-                but = "" if key in ("env", "pip", "secrets", "source") else f", not {shown(value)}"
+                but = "" if key in ("env", "pip", "secrets", "source") else f", not {quoted(value)}"
                 raise UsageError(f"{key} must be {error}{but}", description(key)) from None
             found[key] = found.get(key, {}) | parsed if single else parsed
     return found
@@ -123,7 +123,7 @@ def _decoded(value: Any) -> Any:
             try:
                 _decoded(content)
             except ValueError as error:
-                raise ValueError(f"{error}, which {shown(name)} is not") from None
+                raise ValueError(f"{error}, which {quoted(name)} is not") from None
         return {_decoded(name): _decoded(content) for name, content in value.items()}
     return [_decoded(one) for one in value] if isinstance(value, (list, tuple)) else value
 

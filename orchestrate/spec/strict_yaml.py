@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from orchestrate.console import shortened
+from orchestrate.console import quoted
 from orchestrate.errors import UsageError
 from orchestrate.files.folder import regular
 
@@ -43,7 +43,7 @@ class _StrictLoader(yaml.SafeLoader):
             raise yaml.MarkedYAMLError(None, None, "aliases are not supported", mark)
         if tag not in (None, "!", TEXT_TAG):
             name = str(tag).replace("tag:yaml.org,2002:", "!!")
-            raise yaml.MarkedYAMLError(None, None, f"the tag {shown(name)} is not supported", mark)
+            raise yaml.MarkedYAMLError(None, None, f"the tag {quoted(name)} is not supported", mark)
         if self.depth == MAX_DEPTH:
             problem = f"lists and mappings are nested more than {MAX_DEPTH} deep"
             raise yaml.MarkedYAMLError(None, None, problem, mark)
@@ -62,7 +62,7 @@ class _StrictLoader(yaml.SafeLoader):
             if not isinstance(key, yaml.ScalarNode):
                 raise yaml.MarkedYAMLError(None, None, "keys must be scalars", key.start_mark)
             if key.value in seen:
-                raise yaml.MarkedYAMLError(None, None, f"duplicate key {shown(key.value)}", key.start_mark)
+                raise yaml.MarkedYAMLError(None, None, f"duplicate key {quoted(key.value)}", key.start_mark)
             seen.add(key.value)
             key.tag = TEXT_TAG
             if key.value.partition(".")[0] in self.text_keys:
@@ -85,11 +85,6 @@ def _as_text(node: Any) -> None:
         node.tag = TEXT_TAG
     for child in node.value if isinstance(node, (yaml.SequenceNode, yaml.MappingNode)) else ():
         _as_text(child[1] if isinstance(child, tuple) else child)
-
-
-def shown(value: object) -> str:
-    """Format a value for an error message: on one line, and truncated if it is long."""
-    return shortened(repr(value), 100)
 
 
 def parse(

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from orchestrate.console import quoted
 from orchestrate.node.ranks import CONTRACT
 from orchestrate.spec.causes import ACTIONS, CAUSES, CONDITIONS
 from orchestrate.spec.patterns import flaw
 from orchestrate.spec.sizes import UNLIMITED, parse_size
-from orchestrate.spec.strict_yaml import shown
 
 MAX_TRAINERS = 1000  # a Linux bridge takes 1023 ports
 MAX_WORKERS = 1024  # per node
@@ -161,7 +161,7 @@ def env(value: Any) -> dict[str, str]:
         raise ValueError("a mapping of names to values")
     for name, content in value.items():
         if not re.fullmatch(VARIABLE, str(name)):
-            raise ValueError(f"a mapping of names to values; {shown(name)} is not a valid name")
+            raise ValueError(f"a mapping of names to values; {quoted(name)} is not a valid name")
         if not isinstance(content, (str, int, float)):
             raise ValueError(f"a mapping of names to values; the value of {name} is neither text nor a number")
         if name in CONTRACT:

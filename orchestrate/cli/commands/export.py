@@ -7,10 +7,10 @@ import argparse
 from orchestrate import console, errors
 from orchestrate.cli import options, request
 from orchestrate.cli.parser import EXPORTS, Parser
+from orchestrate.console import quoted
 from orchestrate.engines import choice
 from orchestrate.errors import UsageError
 from orchestrate.record import run_dir
-from orchestrate.spec.strict_yaml import shown as quoted
 
 
 def add_arguments(parser: Parser) -> None:

@@ -11,7 +11,7 @@ from typing import NoReturn
 from orchestrate.cli import display, find, options, result, signals
 from orchestrate.cli.parser import Parser
 from orchestrate.cli.script import check_script
-from orchestrate.console import print_message
+from orchestrate.console import print_message, quoted
 from orchestrate.engines.ports import port
 from orchestrate.errors import UsageError
 from orchestrate.files.paths import code_folder
@@ -26,7 +26,6 @@ from orchestrate.record.paths import JobPaths
 from orchestrate.show.feed import Feed
 from orchestrate.spec import source, worktree
 from orchestrate.spec.spec import JobSpec
-from orchestrate.spec.strict_yaml import shown
 from orchestrate.supervise import launch, stores
 
 
@@ -41,7 +40,7 @@ def add_arguments(parser: Parser) -> None:
 def _refuse(setting: str) -> NoReturn:
     """Raise UsageError for a setting, which a job that is resumed cannot change."""
     raise UsageError(
-        f"resume: {shown(setting)} cannot be set: a job is resumed with the settings that it was started with",
+        f"resume: {quoted(setting)} cannot be set: a job is resumed with the settings that it was started with",
         "start a new job, whose script can load the checkpoints of this one",
     )
 
