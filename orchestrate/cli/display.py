@@ -44,7 +44,7 @@ class JsonScreen(TrackingScreen):
         self.due = 0.0  # when progress may be printed again
 
     def event(self, event: Event) -> None:
-        """Take an event."""
+        """Record an event."""
         super().event(event)
         stream(json.dumps(self.mask.inside(to_line(event), ours=OURS)))
 

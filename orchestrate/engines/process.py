@@ -110,7 +110,7 @@ class ProcessEngine:
         return inventory, placement
 
     def hidden(self, plan: Plan, run: Path) -> Collection[str]:
-        """Return nothing: workers do not run in a copy of the code folder."""
+        """Return no paths: workers do not run in a copy of the code folder."""
         return ()
 
     def open(self, spec: JobSpec, plan: Plan, run: Path, warn: Callable[[str], None]) -> ProcessSession:

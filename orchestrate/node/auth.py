@@ -28,7 +28,7 @@ class Signer:
         self.counts = {True: 0, False: 0}  # lines of the listening side, and of the other
 
     def meet(self, nonce: bytes) -> None:
-        """Take the other side's nonce, its first line; raises ValueError if it is invalid."""
+        """Receive the other side's nonce, its first line; raises ValueError if it is invalid."""
         if not NONCE.fullmatch(nonce):  # the format differs from a lease request, which a relay would answer
             raise ValueError("no nonce")
         nonces = self.nonce + nonce if self.listens else nonce + self.nonce

@@ -33,7 +33,7 @@ class Files:
         self.incoming: BinaryIO | None = None
 
     def upload(self, folder: str, data: str, offset: int, tag: str) -> Uploaded:
-        """Take the next piece of a tar file; raises OSError or tarfile.TarError if it cannot be unpacked."""
+        """Unpack the next piece of a tar file; raises OSError or tarfile.TarError if it cannot be unpacked."""
         if not offset or self.incoming is None:
             if self.incoming:
                 self.incoming.close()  # an upload that was not completed

@@ -26,8 +26,8 @@ class Progress(Steps):
     curves: dict[str, Curve] = field(default_factory=dict)
 
     def add(self, values: dict[str, Any]) -> None:
-        """Take a line of metrics.jsonl; only plain numbers count."""
-        at = self.take(values)
+        """Record a line of metrics.jsonl; only plain numbers count."""
+        at = self.record(values)
         for name, value in values.items():
             if name in ("step", *SPECIAL) or not is_small(value) or not 0 < len(name) <= MAX_NAME:
                 continue

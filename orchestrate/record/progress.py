@@ -65,7 +65,7 @@ SPARE_SECONDS, PER_CHARACTER = 1.0, 2e-6  # CPU seconds for one pattern in all l
 
 @dataclass(frozen=True)
 class Progress:
-    """What a line says about the progress of a worker."""
+    """The progress of a worker, as a line shows it."""
 
     step: int | None = None
     total: int | None = None
@@ -187,7 +187,7 @@ class Epochs:
         self.bars: dict[int | None, tuple[int, int]] = {}  # by their length: epochs that are over, and the last step
 
     def over(self, found: Progress, line: bool = False) -> int:
-        """Take a step of a bar; return the epochs that are over by what it says, or else as often as it started again.
+        """Record a step of a bar; return the epochs that are over by it, or else how often it started again.
 
         `line` is whether it ends a line, so that another full bar is that of the next epoch.
         """

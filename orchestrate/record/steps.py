@@ -27,8 +27,8 @@ class Steps:
     waiting: float = 0.0  # seconds that a worker waited for the slowest one, as a mean over the workers
     paced: int = 0  # steps done when `rank_seconds` was last reported
 
-    def take(self, values: dict[str, Any]) -> float:
-        """Take a line of metrics.jsonl, of which only plain numbers count; return its step."""
+    def record(self, values: dict[str, Any]) -> float:
+        """Record a line of metrics.jsonl, of which only plain numbers count; return its step."""
         step = values.get("step")
         self.numbered = self.numbered or is_small(step)
         at = float(step) if step is not None and is_small(step) else (self.last or 0.0) + (not self.numbered)

@@ -39,7 +39,7 @@ class Printer:
         self.planned(plan)
 
     def planned(self, plan: Plan) -> None:
-        """Take the plan of a generation."""
+        """Record the plan of a generation."""
         self.nodes = {worker.rank: worker.node for worker in plan.workers}
         several = len(self.nodes) > len(set(self.nodes.values()))  # workers on a node
         names = {rank: f"{node} {rank}" if several else str(rank) for rank, node in self.nodes.items()}

@@ -19,16 +19,16 @@ class Screen:
     watch: Callable[[Mapping[int, Activity]], None] | None = None
 
     def began(self, seconds: float) -> None:
-        """Take how long ago the job began, if that was before the screen was there."""
+        """Record how long ago the job began, if that was before the screen was there."""
 
     def planned(self, plan: Plan) -> None:
-        """Take the plan of the next generation."""
+        """Record the plan of the next generation."""
 
     def event(self, event: Event) -> None:
-        """Take an event."""
+        """Record an event."""
 
     def heard(self, rank: int, found: Sequence[Progress]) -> None:
-        """Take lines that a worker has written: what they say about its progress."""
+        """Record the progress in lines that a worker has written."""
 
     def refresh(self, bars: Callable[[], Mapping[int, Progress | None]]) -> None:
         """Draw again; `bars` returns the progress bars by rank, which are not in any line yet."""

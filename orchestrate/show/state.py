@@ -58,13 +58,13 @@ class Rank:
         return max(0.0, now - self.heard) if self.state == "running" and self.heard else 0.0
 
     def hear(self, found: Sequence[Progress], now: float) -> None:
-        """Take lines that it has written: what they say about its progress."""
+        """Record the progress in lines that it has written."""
         self.heard = now
         for one in found:
-            self.take(one, now)
+            self.record(one, now)
 
-    def take(self, found: Progress, now: float) -> None:
-        """Take progress from a line or from metrics; what it does not say stays as it is."""
+    def record(self, found: Progress, now: float) -> None:
+        """Record progress from a line or from metrics; what it does not say stays as it is."""
         old = self.progress
         if found.of_job is not None:
             self.exact = True
@@ -138,7 +138,7 @@ class View:
         self.planned(plan)
 
     def planned(self, plan: Plan) -> None:
-        """Take the plan of a generation."""
+        """Record the plan of a generation."""
         self.generation = plan.generation
         self.ranks = {worker.rank: Rank(worker.rank, worker.node) for worker in plan.workers}
 
@@ -148,7 +148,7 @@ class View:
             self.phase, self.phase_began = phase, now
 
     def event(self, event: Event, now: float, age: float = 0.0) -> None:
-        """Take an event of `age` seconds ago."""
+        """Record an event of `age` seconds ago."""
         if text := report.line(event):
             self.events.append((event.seconds, clean(text.partition("\n")[0])))
         match event:
@@ -169,16 +169,16 @@ class View:
                 self.ranks[event.rank].state = "failed" if event.exit_code else "succeeded"
 
     def hear(self, number: int, found: Sequence[Progress], now: float) -> None:
-        """Take lines that a worker has written: what they say about its progress."""
+        """Record the progress in lines that a worker has written."""
         self.ranks[number].heard = now
         for one in found:
             if number == 0:  # what the script writes to metrics.jsonl is more exact
                 metrics = {name: value for name, value in one.metrics.items() if name not in self.measured}
                 one = replace(one, metrics=metrics)
-            self._take(number, one, now)
+            self._record(number, one, now)
 
-    def _take(self, number: int, found: Progress, now: float) -> None:
-        """Take the progress of a worker.
+    def _record(self, number: int, found: Progress, now: float) -> None:
+        """Record the progress of a worker.
 
         None of the workers is idle if one gets to another step: they wait for each other in every step.
         """
@@ -190,7 +190,7 @@ class View:
                 other.heard = now
 
     def activity(self, found: Mapping[int, Activity], now: float) -> None:
-        """Take what the workers are doing."""
+        """Record the activity of the workers."""
         for number, doing in found.items():
             rank = self.ranks.get(number)
             if rank is None:
@@ -203,14 +203,14 @@ class View:
             rank.cpu, rank.measured = doing.cpu, now
 
     def measure(self, values: Mapping[str, Any], now: float) -> None:
-        """Take a line of metrics.jsonl."""
+        """Record a line of metrics.jsonl."""
         known = {name: float(value) for name, value in values.items() if type(value) in (int, float) and plain(value)}
         step, total = (int(value) if is_number(value := known.get(name)) else None for name in ("step", TOTAL))
         numbers = {name: value for name, value in shown(known).items() if name != "step" and NAME.fullmatch(name)}
         if 0 in self.ranks and (step is not None or numbers):
             found = Progress(step=step, total=total or self.ranks[0].progress.total, metrics=numbers)
             self.measured.update(list(numbers)[: MAX_NAMES - len(self.measured)])
-            self._take(0, found, now)
+            self._record(0, found, now)
 
     def goodput(self, now: float) -> float | None:
         """Return the share of the time that was spent on new steps, as in the report, since the last resumption.

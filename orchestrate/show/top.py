@@ -55,8 +55,8 @@ class Top:
         self.gpu: dict[str, Meter] = {}  # by UUID
         self.memory: dict[str, int] = {}  # bytes, by UUID
 
-    def take(self, when: float, found: Mapping[int, Activity]) -> None:
-        """Take what the workers did until a time, in seconds."""
+    def record(self, when: float, found: Mapping[int, Activity]) -> None:
+        """Record the activity of the workers until a time, in seconds."""
         before, earlier = self.last
         if when <= before:
             return
@@ -68,7 +68,7 @@ class Top:
         self.last = when, found
 
     def take_gpus(self, found: Mapping[str, tuple[float, int]]) -> None:
-        """Take the share of time for which each GPU of the machine computes, and its memory in use."""
+        """Record the share of time for which each GPU of the machine computes, and its memory in use."""
         for uuid, (share, memory) in found.items():
             if uuid in self.plan.gpus:
                 self.gpu.setdefault(uuid, Meter()).samples.append(share)

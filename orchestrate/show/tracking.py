@@ -35,34 +35,34 @@ class TrackingScreen(Screen):
         self.lock = threading.RLock()
 
     def began(self, seconds: float) -> None:
-        """Take how long ago the job began."""
+        """Record how long ago the job began."""
         with self.lock:
             self.view.began = self.view.work.since = self.clock.monotonic() - seconds
 
     def planned(self, plan: Plan) -> None:
-        """Take the plan of the next generation."""
+        """Record the plan of the next generation."""
         with self.lock:
             self.view.planned(plan)
 
     def event(self, event: Event) -> None:
-        """Take an event."""
+        """Record an event."""
         age = max(0.0, self.clock.time() - event.time) if event.time else 0.0
         with self.lock:
             self.view.event(event, self.clock.monotonic(), age)
 
     def heard(self, rank: int, found: Sequence[Progress]) -> None:
-        """Take lines that a worker has written: what they say about its progress."""
+        """Record the progress in lines that a worker has written."""
         with self.lock:
             if rank in self.view.ranks:
                 self.view.hear(rank, found, self.clock.monotonic())
 
     def activity(self, found: Mapping[int, Activity]) -> None:
-        """Take what the workers are doing."""
+        """Record the activity of the workers."""
         with self.lock:
             self.view.activity(found, self.clock.monotonic())
 
     def catch_up(self, bars: Mapping[int, Progress | None]) -> None:
-        """Take progress bars, and what the script has written to metrics.jsonl since the last call."""
+        """Record progress bars, and what the script has written to metrics.jsonl since the last call."""
         with self.lock:
             self._measure()
             for rank, found in bars.items():
@@ -75,7 +75,7 @@ class TrackingScreen(Screen):
             last: dict[str, Any] = {}
             self.metrics.near_end(file, MAX_METRICS)
             for values in measurements(self.metrics.new(file, MAX_METRICS)):
-                self.view.work.steps.take(values)
+                self.view.work.steps.record(values)
                 last |= {self.hide(name): value for name, value in values.items()}
             if last:
                 self.view.measure(last, self.clock.monotonic())

@@ -34,8 +34,8 @@ class UsageSink:
         """Whether to ask nodes what their workers are doing."""
         return False
 
-    def take(self, found: Mapping[int, Activity]) -> None:
-        """Take what the workers are doing, by rank."""
+    def record(self, found: Mapping[int, Activity]) -> None:
+        """Record the activity of the workers, by rank."""
 
 
 class Over(Exception):

@@ -183,7 +183,7 @@ class Generation:
         if self.clock.monotonic() > self.watched + WATCH_INTERVAL:
             self.watched = self.clock.monotonic()
             if self.job.usage.wanted:
-                self.job.usage.take(self.job.session.activity())
+                self.job.usage.record(self.job.session.activity())
         self.saves.step()
         self._check_troubles(seen.troubles)
         if self.why or self.hung:

@@ -70,8 +70,8 @@ class JobFiles:
         return self.paths.log(rank)
 
     def heard(self, found: Progress) -> None:
-        """Take what a line of the output says about the progress of the job."""
-        self._printed.take(found)
+        """Record the progress of the job in a line of the output."""
+        self._printed.record(found)
         if (step := found.of_job) is not None:
             self._reached(step)
 

@@ -57,7 +57,7 @@ class SharedUsage(UsageSink):
         """Whether it is displayed, or another process asks for it."""
         return self.observer.wants_use or usage.asked(self.paths)
 
-    def take(self, found: Mapping[int, Activity]) -> None:
+    def record(self, found: Mapping[int, Activity]) -> None:
         """Pass on what the workers are doing, by rank."""
         self.observer.use(found)
         if usage.asked(self.paths):

@@ -26,8 +26,8 @@ class Printed:
         self.lines = 0
         self.numbers: dict[str, _Number] = {}
 
-    def take(self, found: Progress) -> None:
-        """Take what a line says."""
+    def record(self, found: Progress) -> None:
+        """Record the progress in a line."""
         metrics = dict(found.metrics)
         if (step := found.of_job) is not None:
             self.step = max(self.step, step)

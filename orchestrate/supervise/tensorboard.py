@@ -69,7 +69,7 @@ class Board:
             self.thread.join(LAST_TIMEOUT)
 
     def heard(self, found: Progress) -> None:
-        """Take what a line of rank 0 says about its progress."""
+        """Record the progress in a line of rank 0."""
         if self.works and found.metrics and self.queue.qsize() < MAX_QUEUED:
             if len(found.metrics) > MAX_NAMES:
                 found = replace(found, metrics=dict(islice(found.metrics.items(), MAX_NAMES)))

@@ -75,13 +75,13 @@ class LiveJobPage(TrackingScreen):
         self.record = Recorded(paths, self.feed)
 
     def event(self, event: Any) -> None:
-        """Take an event."""
+        """Record an event."""
         super().event(event)
         if text := report.line(event):
             self.happened.append((event.seconds, text.partition("\n")[0]))
 
     def refresh(self, bars: Any) -> None:
-        """Take progress bars and metrics."""
+        """Record progress bars and metrics."""
         self.catch_up(bars())
 
     def page(self) -> str:

@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def samples(paths: JobPaths, state: Top, clock: Clock) -> Iterator[int]:
-    """Take samples until the job ends; yield their number so far. Raises OrchestrateError if there are none."""
+    """Record samples until the job ends; yield their number so far. Raises OrchestrateError if there are none."""
     count, deadline, has_gpus = 0, clock.monotonic() + TIMEOUT, bool(state.plan.gpus)
     while not run_dir.ended(paths):
         if not lock.holder(paths) and not run_dir.ended(paths):
@@ -63,7 +63,7 @@ def samples(paths: JobPaths, state: Top, clock: Clock) -> Iterator[int]:
         usage.ask(paths)
         written, found = usage.read(paths)
         if written > state.last[0] and found:
-            state.take(written, found)
+            state.record(written, found)
             if has_gpus:
                 state.take_gpus(gpus.utilization())
             count += 1

@@ -29,7 +29,7 @@ class Fetch:
                 os.unlink(self.temporary, dir_fd=folder)
             self.file = os.fdopen(os.open(self.temporary, NEW, 0o666, dir_fd=folder), "wb")
 
-    def take(self, data: bytes, offset: int) -> bool:
+    def write(self, data: bytes, offset: int) -> bool:
         """Write the next piece, after a hole if there is one; return whether it is the last.
 
         Raises OSError, and EngineError for bytes at a wrong offset.

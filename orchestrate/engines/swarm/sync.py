@@ -296,7 +296,7 @@ class FileSync:
         if piece.facts != fetch.told:  # changed meanwhile; the next round fetches it again
             return True
         self.moved += len(piece.data)
-        if not fetch.take(base64.b64decode(piece.data), piece.offset):
+        if not fetch.write(base64.b64decode(piece.data), piece.offset):
             return False
         self.moved += STALL_BYTES
         with self.owners.lock:

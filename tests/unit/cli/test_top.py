@@ -41,8 +41,8 @@ def test_the_table_must_show_what_each_worker_uses():
             1: Activity("S", 1.0 - second, 1 << 20),
             7: Activity("R", 1.0),
         }
-        top.take(2.0 * second, found)
-    top.take(6.0, {0: Activity("R", 99.0, 0)})  # no new sample
+        top.record(2.0 * second, found)
+    top.record(6.0, {0: Activity("R", 99.0, 0)})  # no new sample
     assert drawn(top) == [
         ["rank", "node", "state", "cores", "memory"],
         ["0", "master", "running", "2.0", "▅▅", "1", "GiB"],
@@ -51,8 +51,8 @@ def test_the_table_must_show_what_each_worker_uses():
     ]
     assert drawn(top, height=1)[1:] == [["0", "master", "running", "2.0", "▅▅", "1", "GiB"], ["and", "2", "more"]]
     assert drawn(top, height=0) == drawn(top, height=1)
-    top.take(8.0, {0: Activity("I", 12.0), 2: Activity("R", 0.0)})
-    top.take(10.0, {0: Activity("I", 12.0), 2: Activity("R", 8.0)})
+    top.record(8.0, {0: Activity("I", 12.0), 2: Activity("R", 0.0)})
+    top.record(10.0, {0: Activity("I", 12.0), 2: Activity("R", 8.0)})
     rows = [["0", "master", "I", "0.0", "▅▅▁▁"], ["2", "trainer-2", "running", "4.0", "█"], ["and", "1", "more"]]
     assert drawn(top, height=2)[1:] == rows
 
@@ -60,10 +60,10 @@ def test_the_table_must_show_what_each_worker_uses():
 def test_nothing_must_be_shown_of_a_worker_that_no_longer_reports_and_its_gap_be_left_out():
     top = Top(plan(JobSpec(trainers=1), HERE, "digits-4f2a"), cores=4.0)
     for second in (1.0, 2.0):
-        top.take(second, {0: Activity("R", 4 * second, 1 << 30), 1: Activity("R", 4 * second, 1 << 20)})
-    top.take(3.0, {0: Activity("R", 12.0, 1 << 30)})
+        top.record(second, {0: Activity("R", 4 * second, 1 << 30), 1: Activity("R", 4 * second, 1 << 20)})
+    top.record(3.0, {0: Activity("R", 12.0, 1 << 30)})
     assert drawn(top)[1:] == [["0", "master", "running", "4.0", "██", "1", "GiB"], ["1", "trainer-1", "█"]]
-    top.take(4.0, {1: Activity("S", 8.0, 1 << 20)})
+    top.record(4.0, {1: Activity("S", 8.0, 1 << 20)})
     assert drawn(top)[1:] == [["0", "master", "██"], ["1", "trainer-1", "sleeping", "█", "1", "MiB"]]
 
 

@@ -113,7 +113,7 @@ def test_time_that_steps_took_again_must_not_be_lost_twice():
     found = Steps(generations=2)
     for _ in range(2):
         for step in range(1, 101):
-            found.take({"step": step, "rank_seconds": [0.8, 0.0]})
+            found.record({"step": step, "rank_seconds": [0.8, 0.0]})
     assert (found.done, found.repeated, found.latest) == (200, 100, 100)
     assert found.divided(200.0) == pytest.approx({"steps": 60.0, "saving": 0.0, "waiting": 40.0, "repeated": 100.0})
 
@@ -121,8 +121,8 @@ def test_time_that_steps_took_again_must_not_be_lost_twice():
 def test_lines_without_a_step_must_not_count_as_steps_if_others_have_one():
     found = Steps()
     for step in range(1, 11):
-        found.take({"step": step})
-        found.take({"loss": 0.5})
+        found.record({"step": step})
+        found.record({"loss": 0.5})
     assert found.done == 10
 
 
@@ -130,7 +130,7 @@ def test_lines_without_a_step_must_not_count_as_steps_if_others_have_one():
 def test_a_line_of_another_writer_must_not_count_as_a_restart(generations, late):
     found = Steps(generations)
     for step in (10, 11, 12, late, 13):  # only a restarted job goes back, and not beyond its first step
-        found.take({"step": step})
+        found.record({"step": step})
     assert (found.done, found.repeated) == (4, 0)
 
 
@@ -138,7 +138,7 @@ def test_no_more_steps_may_be_repeated_than_there_were_if_they_are_fractions():
     found = Steps(generations=2)
     for _ in range(2):
         for step in range(1, 100):
-            found.take({"step": step / 10})
+            found.record({"step": step / 10})
     assert found.divided(200.0)["repeated"] == 200.0
 
 

@@ -157,7 +157,7 @@ def test_a_pace_must_be_that_of_the_last_steps():
 
 def steps(state: View, first: int, last: int) -> None:
     for step in range(first, last + 1):
-        state.work.steps.take({"step": step})
+        state.work.steps.record({"step": step})
 
 
 def test_the_head_must_show_the_goodput_and_the_age_of_the_last_checkpoint():

@@ -87,7 +87,7 @@ def test_nodes_must_be_asked_what_their_workers_use_once_a_second(job):
     class Always(UsageSink):
         wanted = True
 
-        def take(self, found) -> None:
+        def record(self, found) -> None:
             taken.append({*found})
 
     taken: list[set[int]] = []

@@ -223,8 +223,8 @@ def test_what_a_killed_supervisor_has_left_must_not_prevent_a_copy(folder, synce
 def test_a_node_must_not_lose_its_copy_to_another_node_that_sends_the_same_file(folder):
     here = Folder(folder.parent, folder.name)
     first, second = (fetch.Fetch(here, "same", [1, 1, 1, 0o644], node) for node in ("master", "trainer-1"))
-    second.take(b"2", 0), second.keep(), second.drop()
-    first.take(b"1", 0), first.keep()
+    second.write(b"2", 0), second.keep(), second.drop()
+    first.write(b"1", 0), first.keep()
     assert [(path.name, path.read_bytes()) for path in folder.iterdir()] == [("same", b"1")]
 
 
