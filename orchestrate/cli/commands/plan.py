@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from orchestrate.cli import options
-from orchestrate.cli.commands.run import start
+from orchestrate.cli.commands.run import show_plan
 from orchestrate.cli.parser import Parser
 
 
@@ -18,4 +18,4 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the plan of a job, and create nothing."""
-    return start(args, dry=True)
+    return show_plan(args)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
@@ -24,7 +25,7 @@ from orchestrate.engines.ports import port
 from orchestrate.errors import UsageError
 from orchestrate.files.paths import PACKAGE, PROJECT, STDIN, code_folder
 from orchestrate.plan import preload
-from orchestrate.plan.plan import Inventory, Placement, plan
+from orchestrate.plan.plan import Inventory, Placement, Plan, plan
 from orchestrate.record import lock, run_dir
 from orchestrate.record.paths import JobPaths
 from orchestrate.show.feed import Feed
@@ -54,36 +55,33 @@ def run(args: argparse.Namespace) -> int:
         if args.script is not None or args.file or args.set or flags(args):
             raise UsageError("--resume uses the script and the settings of the job", "remove all other options")
         return resume.run(args)
-    return start(args, dry=args.dry_run)
+    return show_plan(args) if args.dry_run else _start(args)
 
 
-def start(args: argparse.Namespace, dry: bool) -> int:
-    """Plan a job, and run it unless `dry`, which prints the plan and creates nothing; return the exit code."""
-    began = args.clock.monotonic()
-    spec = request.spec_of(args)
-    preload.start(spec, code_folder(spec.command))  # while the engine's modules are imported
-    revision = worktree.revision(code_folder(spec.command))
-    engine = choice.select_engine(spec)
-    job_id = run_dir.new_id(spec)
-    paths = JobPaths(args.runs / job_id)
-    if not dry:
-        stores.prepare(spec)
-        engine.prepare(spec, paths.shared)
-    inventory, own = engine.inventory(spec, paths.shared, run_image=not dry)
+def show_plan(args: argparse.Namespace) -> int:
+    """Print the plan of a job without creating anything, and return the exit code."""
+    spec, engine, paths, revision = _request(args)
+    inventory, own = engine.inventory(spec, paths.shared, run_image=False)
     own = dataclasses.replace(own, revision=revision())
-    stdin = _read_stdin() if spec.stdin and not dry else None
-    placement = _placement(spec, inventory, own, job_id, paths.root.parent, engine)
-    if placement is own and not dry:
+    job_plan = _plan(args, spec, inventory, _placement(spec, inventory, own, paths, engine), paths)
+    out(job_plan.to_json(spec.mask()) if getattr(args, "json", False) else job_plan)
+    return errors.SUCCEEDED
+
+
+def _start(args: argparse.Namespace) -> int:
+    """Prepare, plan and launch a job, and return the exit code."""
+    began = args.clock.monotonic()
+    spec, engine, paths, revision = _request(args)
+    stores.prepare(spec)
+    engine.prepare(spec, paths.shared)
+    inventory, own = engine.inventory(spec, paths.shared, run_image=True)
+    own = dataclasses.replace(own, revision=revision())
+    stdin = _read_stdin() if spec.stdin else None
+    placement = _placement(spec, inventory, own, paths, engine)
+    if placement is own:
         cluster.remove_kept(engine, args.runs)
-        placement = cluster.keep(engine, spec, args.runs, own, job_id) if spec.keep else own
-    job_plan = plan(spec, inventory, placement, job_id, port(placement.network, 0))
-    if args.script is None and not args.file and spec.command == APP and Path.cwd() != PROJECT:
-        print_message(f"no script given: this is the example, {APP[1]}; yours: {args.command} SCRIPT.py")
-    if not job_plan.placement.keep:  # otherwise said before its nodes were started
-        cluster.warn_of_crowd(job_plan)
-    if dry:
-        out(job_plan.to_json(spec.mask()) if getattr(args, "json", False) else job_plan)
-        return errors.SUCCEEDED
+        placement = cluster.keep(engine, spec, args.runs, own, paths.root.name) if spec.keep else own
+    job_plan = _plan(args, spec, inventory, placement, paths)
     display.style_of(args, job_plan)  # before there is a job: its options may be wrong
     stops = signals.count(spec) if not args.detach else lambda: 0
     run_dir.create(spec, job_plan, paths)
@@ -98,7 +96,29 @@ def start(args: argparse.Namespace, dry: bool) -> int:
     with display.shown(args, job_plan, paths) as shown:
         feed = Feed(paths, spec, job_plan, shown)
         data = launch.supervise(paths, engine, stops, feed, prepared=args.clock.monotonic() - began)
-    return result.show(args, job_id, data)
+    return result.show(args, paths.root.name, data)
+
+
+def _request(args: argparse.Namespace) -> tuple[JobSpec, Engine, JobPaths, Callable[[], str]]:
+    """Return the spec, the engine and the paths of a new job, and a function that waits for the revision of its code.
+
+    What takes time and needs no engine runs meanwhile.
+    """
+    spec = request.spec_of(args)
+    code = code_folder(spec.command)
+    preload.start(spec, code)  # while the engine's modules are imported
+    revision = worktree.revision(code)
+    return spec, choice.select_engine(spec), JobPaths(args.runs / run_dir.new_id(spec)), revision
+
+
+def _plan(args: argparse.Namespace, spec: JobSpec, inventory: Inventory, placement: Placement, paths: JobPaths) -> Plan:
+    """Return the plan of a new job; print what may surprise its user."""
+    job_plan = plan(spec, inventory, placement, paths.root.name, port(placement.network, 0))
+    if args.script is None and not args.file and spec.command == APP and Path.cwd() != PROJECT:
+        print_message(f"no script given: this is the example, {APP[1]}; yours: {args.command} SCRIPT.py")
+    if not placement.keep:  # otherwise said before its nodes were started
+        cluster.warn_of_crowd(job_plan)
+    return job_plan
 
 
 @console.during("reading standard input")
@@ -121,10 +141,9 @@ def _write_stdin(content: IO[bytes], paths: JobPaths) -> None:
         shutil.copyfileobj(content, file)
 
 
-def _placement(
-    spec: JobSpec, inventory: Inventory, own: Placement, job_id: str, runs: Path, engine: Engine
-) -> Placement:
+def _placement(spec: JobSpec, inventory: Inventory, own: Placement, paths: JobPaths, engine: Engine) -> Placement:
     """Return the job's placement on the first cluster that fits, otherwise `own`; print why clusters do not fit."""
+    runs, job_id = paths.root.parent, paths.root.name
     for candidate in cluster.found(runs):
         placement = candidate.placement(own, job_id)
         reasons = candidate.differences(spec, plan(spec, inventory, placement, job_id, 0))
