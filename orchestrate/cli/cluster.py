@@ -76,10 +76,12 @@ class Cluster:
             reasons.append(f"it is in use by {user_job}")
         elif jobs := self.jobs():
             running = [paths for paths in jobs if not run_dir.ended(paths)]  # its workers may still run
+            left = (run_dir.ended(jobs[0]) or {}).get("left_behind")
+            how = f"`stop {jobs[0].root.name}` copies from its nodes" if left else "`down` moves out of it"
             reasons.append(
                 f"it is in use by {running[0].root.name}, which has no supervisor: attach to it or stop it"
                 if running
-                else f"it still has the files of {jobs[0].root.name}, which `down` moves out of it"
+                else f"it still has the files of {jobs[0].root.name}, which {how}"
             )
         return reasons
 

@@ -91,7 +91,7 @@ def resolve_runs(args: argparse.Namespace) -> None:
 
     Raises UsageError for a folder that cannot be used: for example, a link that may have come with a project.
     """
-    if COMMANDS[args.command].plans and args.runs is None and RUNS.is_symlink():
+    if COMMANDS[args.command].writes and args.runs is None and RUNS.is_symlink():
         raise UsageError(f"{RUNS} is a symbolic link", "pass the folder that it points to: --runs DIR")
     args.shown, name = args.runs or RUNS, vars(args).get("job") or ""
     if "/" in name:

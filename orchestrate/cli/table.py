@@ -13,6 +13,12 @@ class Command(NamedTuple):
     plans: bool = False  # it takes a job file and options, and creates or plans a run directory
     script: bool = False  # it takes the job's own command
     job: bool = False  # it takes a job that exists
+    removes: bool = False  # it removes run directories
+
+    @property
+    def writes(self) -> bool:
+        """Whether it creates or removes run directories."""
+        return self.plans or self.removes
 
 
 START, LOOK, DIRECT, MACHINE = "start jobs", "look at jobs", "direct jobs", "prepare and clean up this machine"
@@ -31,9 +37,11 @@ COMMANDS = {
     "attach": Command("follow a job until it ends; take over if it has no supervisor", DIRECT, job=True),
     "wait": Command("wait until a job ends, and exit with its exit code", DIRECT, job=True),
     "stop": Command("stop a job and remove its nodes", DIRECT, job=True),
-    "rm": Command("remove jobs that have ended, with their files and any leftover nodes", DIRECT, job=True),
+    "rm": Command(
+        "remove jobs that have ended, with their files and any leftover nodes", DIRECT, job=True, removes=True
+    ),
     "up": Command("start a cluster: nodes that stay up for later jobs", MACHINE, plans=True),
-    "down": Command("remove a cluster that was started by up", MACHINE),
+    "down": Command("remove a cluster that was started by up", MACHINE, removes=True),
     "doctor": Command("report problems that keep jobs from running", MACHINE, script=True),
-    "prune": Command("remove jobs that ended long ago, and caches", MACHINE),
+    "prune": Command("remove jobs that ended long ago, and caches", MACHINE, removes=True),
 }

@@ -74,10 +74,12 @@ class NodeConnection:
             return False
         return True
 
-    def receive(self, admit: Callable[[int], None] = lambda size: None) -> list[protocol.Report] | None:
-        """Read reports from the node once the socket is readable; None if the connection is closed.
+    def receive(
+        self, admit: Callable[[int], None] = lambda size: None, most: int = protocol.MAX_SHORT_REPORT
+    ) -> list[protocol.Report] | None:
+        """Read reports from the node once the socket is readable; None if the connection is closed, or one is too long.
 
-        `admit` is called with the size of each in bytes, before it is parsed.
+        `admit` is called with the size of each in bytes, before it is parsed; `most` are the bytes that one may have.
         """
         chunk = b""
         with contextlib.suppress(OSError):
@@ -89,7 +91,7 @@ class NodeConnection:
         if b"\n" in chunk:  # otherwise, a node that sends single bytes would make us search all of them again
             *lines, rest = bytes(self.partial).split(b"\n")
             self.partial = bytearray(rest)
-        if len(self.partial) > protocol.MAX_REPORT:
+        if len(self.partial) > most:
             return None
         reports = list[protocol.Report]()
         try:
@@ -131,7 +133,7 @@ class NodeConnection:
         while sent and not stopped() and (left := deadline - time.monotonic()) > 0:
             if not readable.poll(1000 * min(left, POLL_INTERVAL)):
                 continue
-            reports = self.receive(admit)
+            reports = self.receive(admit, protocol.MAX_REPORT)
             if reports is None:
                 break
             for report in reports:

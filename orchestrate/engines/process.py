@@ -200,6 +200,7 @@ class ProcessSession(ClientSession):
             start_new_session=True,
             pass_fds=[lock],
         )
+        os.write(lock, b"%d" % child.pid)
         os.close(lock)
         self.nodes[name] = _Node(path, child.pid, child)
         return self.nodes[name]
@@ -282,8 +283,9 @@ class ProcessSession(ClientSession):
 
 def _listening_nodes(folder: Path, clock: Clock) -> Iterator[tuple[Path, int]]:
     """Yield sockets and process IDs of a job's nodes; waits for nodes that do not listen yet."""
+    deadline = clock.monotonic() + LISTEN_TIMEOUT
     for lock in sorted(folder.glob("*.lock")):
-        path, deadline = lock.with_suffix(".sock"), clock.monotonic() + LISTEN_TIMEOUT
+        path = lock.with_suffix(".sock")
         while not (pid := _listener_pid(path)) and _is_locked(lock) and clock.monotonic() < deadline:
             clock.sleep(0.01)
         if pid:
@@ -328,10 +330,16 @@ def _offer(spec: JobSpec) -> Offer:
 
 
 def _listener_pid(path: Path) -> int:
-    """Return the ID of the process that listens on a Unix socket, or 0."""
+    """Return the ID of the process that listens on a Unix socket, or 0; does not wait for it to accept."""
     with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)
         try:
             probe.connect(str(path))
+        except BlockingIOError:  # its queue is full: it accepts nothing, for example because it is stopped
+            lock = path.with_suffix(".lock")
+            with contextlib.suppress(OSError, ValueError):
+                return int(lock.read_bytes()[:20]) if _is_locked(lock) else 0
+            return 0
         except OSError:
             return 0
         if sys.platform == "linux":

@@ -119,10 +119,11 @@ def first_whole(text: bytes) -> int:
     return -1 if not found else found.start() if found[0] == b"\r" else found.end()
 
 
-def last(file: BinaryIO, most: int, lines: int = sys.maxsize) -> Iterator[bytes]:
+def last(file: BinaryIO, most: int, lines: int = sys.maxsize, split: Callable[[bytes], int] = len) -> Iterator[bytes]:
     """Yield the lines that begin within the last `most` bytes of a file, which may end within a line.
 
-    If there are many more than `lines`, yield only about that many: a line can take a single byte.
+    If there are many more than `lines`, yield only about that many: a line can take a single byte. `split` is as for
+    `Lines`.
     """
     end = at = os.fstat(file.fileno()).st_size
     while at > max(0, end - most) and lines < sys.maxsize:
@@ -130,7 +131,7 @@ def last(file: BinaryIO, most: int, lines: int = sys.maxsize) -> Iterator[bytes]
         lines -= os.pread(file.fileno(), BLOCK, at).count(b"\n")
         if lines < 0:
             most = end - at
-    read = Lines()
+    read = Lines(split)
     read.skip(file, most)
     yield from read.new(file, most)
     yield read.rest()

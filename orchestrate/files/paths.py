@@ -31,6 +31,7 @@ def is_text(value: str) -> bool:
     return "\0" not in value and value.encode(errors="replace").decode() == value
 
 
+SYSTEM = ("/proc", "/sys", "/dev", "/run", "/var/run", "/boot")  # with sockets, devices and kernel interfaces
 NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,60}")  # of a job or cluster, as created by `store.new_id`
 JOB, NODES = "job", "nodes"  # folders that are mounted in nodes: of a job, and of a cluster
 LOGS, CHECKPOINTS, METRICS = "logs", "checkpoints", "metrics.jsonl"  # in a job folder

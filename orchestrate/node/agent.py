@@ -32,6 +32,7 @@ from orchestrate.node.worker import FAILED_TO_START, Worker, activity, kill, oom
 
 FILTER_INTERVAL = 0.05  # seconds between two checks for the packet filter
 ROUTES = Path("/proc/self/net/route")
+MAX_KILLING = 1.0  # seconds in which leftover processes are killed while files are copied
 FIRST_JOB = 60.0  # seconds that a new node waits at least for its first job: the other nodes may take long to start
 NOT_STARTED = 128 + signal.SIGTERM  # exit code of a worker whose generation ended before it could start
 
@@ -112,6 +113,8 @@ class Agent:
                 self.loop.stop()
                 if request.kill:
                     kill(self.loop.workers, signal.SIGKILL)
+                if request.leftovers:
+                    self.loop.kill_leftovers(MAX_KILLING)
             case protocol.End():
                 self.loop.stop(end=True)
             case protocol.Freeze():

@@ -285,10 +285,16 @@ class Loop:
         while self.workers:
             self._reap()
             time.sleep(0.001)
+        self.kill_leftovers()
+        if self.adopting and self.zygote:
+            self.zygote.process.send_signal(signal.SIGCONT)
+
+    def kill_leftovers(self, most: float = float("inf")) -> None:
+        """Kill what ended workers have left running; for `most` seconds, since processes can multiply meanwhile."""
         if not self.adopting:
             return
-        ours = {self.zygote.process.pid} if self.zygote else set()
-        while left := set(leftover_processes()) - ours:
+        ours, until = self._ours() | ({self.zygote.process.pid} if self.zygote else set()), self.time() + most
+        while self.time() < until and (left := set(leftover_processes()) - ours):
             for pid in left:
                 try:
                     os.kill(pid, signal.SIGKILL)
@@ -298,6 +304,5 @@ class Loop:
                 except ProcessLookupError:
                     pass
                 with contextlib.suppress(ChildProcessError):
-                    os.waitpid(pid, 0)
-        if self.zygote:
-            self.zygote.process.send_signal(signal.SIGCONT)
+                    os.waitpid(pid, os.WNOHANG)  # one that is traced ends only after its tracer
+            time.sleep(0.001)

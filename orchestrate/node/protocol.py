@@ -103,6 +103,7 @@ class Stop(NamedTuple):
     """Stop all workers: SIGTERM, then SIGKILL after the grace period, or SIGKILL at once."""
 
     kill: Flag
+    leftovers: Flag = False  # whether also what ended workers have left running is killed
 
 
 class Freeze(NamedTuple):

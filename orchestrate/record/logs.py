@@ -87,7 +87,7 @@ class Follower:
     def follow(self, ranks: Iterable[int]) -> None:
         """Read these ranks from now on, each from its last position."""
         self.ranks = sorted(ranks)
-        self.read |= {rank: Lines(self._split) for rank in self.ranks if rank not in self.read}
+        self.read |= {rank: Lines(splitter(self.hide)) for rank in self.ranks if rank not in self.read}
 
     def skip(self, last: int) -> None:
         """Skip existing output, except for the last lines of each log (at most `last` bytes)."""
@@ -145,19 +145,6 @@ class Follower:
         pairs = zip(raw.split(b"\n"), text.split("\n"))
         return "\n".join(clean(line, True) if clean(line) == hidden else hidden for line, hidden in pairs)
 
-    def _split(self, line: bytes) -> int:
-        """Return where a long line is split: where that cuts neither a secret nor a control sequence."""
-
-        def shown(part: bytes) -> str:
-            return self.hide(console.clean(part.decode(errors="replace")))
-
-        for back in SPLITS:
-            at = len(line) - OVERLAP - back
-            before, after = line[at - OVERLAP : at], line[at : at + OVERLAP]
-            if shown(before) + shown(after) == shown(before + after):
-                return at
-        return len(line) - OVERLAP
-
     def bars(self) -> dict[int, str]:
         """The progress bars of workers, by rank: unterminated lines with a carriage return."""
         partial = {rank: _end(self.read[rank].partial) for rank in self.ranks}
@@ -192,6 +179,26 @@ def rest(paths: JobPaths, spec: JobSpec, plan: Plan, last: int | None = LAST_OUT
     if last is not None:
         follower.skip(last)
     return follower
+
+
+def splitter(hide: Callable[[str], str]) -> Callable[[bytes], int]:
+    """Return a function that says where a long line is split: where that cuts neither a secret nor a control sequence.
+
+    `hide` removes secrets.
+    """
+
+    def shown(part: bytes) -> str:
+        return hide(console.clean(part.decode(errors="replace")))
+
+    def split(line: bytes) -> int:
+        for back in SPLITS:
+            at = len(line) - OVERLAP - back
+            before, after = line[at - OVERLAP : at], line[at : at + OVERLAP]
+            if shown(before) + shown(after) == shown(before + after):
+                return at
+        return len(line) - OVERLAP
+
+    return split
 
 
 def tail(folder: Folder, rank: int) -> str:

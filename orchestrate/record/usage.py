@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import time
 from collections.abc import Mapping
@@ -41,10 +42,11 @@ def read(paths: JobPaths) -> tuple[float, dict[int, Activity]]:
     """Return when the supervisor wrote the file, in seconds since 1970, and its content; 0 if there is none."""
     try:
         data = json.loads(content(paths.usage))
-        rows = data["workers"].items()
+        rows, written = data["workers"].items(), float(data["time"])
         found = {int(rank): Activity(str(row["state"]), float(row["cpu"]), int(row["memory"])) for rank, row in rows}
-        return float(data["time"]), found
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        numbers = [written, *(doing.cpu for doing in found.values())]
+        return (written, found) if all(map(math.isfinite, numbers)) and written <= time.time() else (0.0, {})
+    except (OSError, ValueError, OverflowError, TypeError, KeyError, AttributeError, RecursionError):
         return 0.0, {}
 
 

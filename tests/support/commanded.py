@@ -110,11 +110,11 @@ def paths(tmp_path: Path) -> Iterator[JobPaths]:
     records.forget(made.root)  # a later test's folder can have the inode of this one, and would be taken for it
 
 
-def end(paths: JobPaths, outcome: str = "succeeded", reason: str = "finished") -> None:
+def end(paths: JobPaths, outcome: str = "succeeded", reason: str = "finished", **more: object) -> None:
     facts: dict[str, object] = {"root_cause": None, "failures": [], "pace": [], "left_behind": "", "generations": 1}
     facts |= {"written": [], "copies": [], "isolated": "", "truncated": []}
     facts |= {"job_id": paths.root.name, "world_size": 3, "duration_s": 1.0}
-    records.write(paths.report, json.dumps({"outcome": outcome, "reason": reason, **facts}))
+    records.write(paths.report, json.dumps({"outcome": outcome, "reason": reason, **facts, **more}))
 
 
 def runs_elsewhere(folder: Path, name: str = "a-1", owner: int = -1, sees: str = "job") -> JobState:

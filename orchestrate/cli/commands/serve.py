@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hmac
 import logging
 import re
 import secrets
+import socket
 import threading
 import urllib.parse
 from collections import deque
@@ -26,7 +28,7 @@ from orchestrate.files.lines import last
 from orchestrate.files.paths import NAME
 from orchestrate.host import owners, records
 from orchestrate.record import lock, report, run_dir
-from orchestrate.record.logs import clean, rest
+from orchestrate.record.logs import clean, rest, splitter
 from orchestrate.record.paths import JobPaths
 from orchestrate.show.feed import Feed, Recorded
 from orchestrate.show.screen import Display
@@ -47,6 +49,7 @@ MAX_ROWS = 10_000  # lines of a log that are shown
 FILES = ("job.yaml", "plan.json", "report.json", "events.jsonl", "changes.patch")  # to which reports link
 MAX_LOG = 4 << 20  # last bytes of a log that are shown
 IDLE = 30.0  # seconds after which a silent connection is closed
+MAX_STRANGERS = 64  # connections that have not sent the token yet
 HEADERS = {
     "Cache-Control": "no-store",
     "Referrer-Policy": "no-referrer",
@@ -179,7 +182,7 @@ class Site:
         mask = run_dir.load_for_display(paths)[0].mask()
         try:
             with paths.folder.open(f"logs/rank-{rank}.log") as file:
-                lines = deque(last(file, MAX_LOG, MAX_ROWS), MAX_ROWS)
+                lines = deque(last(file, MAX_LOG, MAX_ROWS, splitter(mask)), MAX_ROWS)
                 return "\n".join(mask(clean(line)) for line in lines)
         except OSError:
             raise UsageError("no such log") from None
@@ -200,7 +203,21 @@ class Server(ThreadingHTTPServer):
     def __init__(self, site: Site, port: int) -> None:
         """Listen on a port of the loopback interface; raises OSError."""
         self.site, self.token = site, secrets.token_urlsafe(16)
+        self.strangers: dict[socket.socket, None] = {}  # connections that have not sent the token yet, oldest first
         super().__init__((HOST, port), Handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer a request in a thread; others of this machine could otherwise take all threads, and never ask."""
+        self.strangers[request] = None
+        if len(self.strangers) > MAX_STRANGERS:
+            with contextlib.suppress(OSError, StopIteration, RuntimeError):
+                next(iter(self.strangers)).shutdown(socket.SHUT_RDWR)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        """Close a connection."""
+        self.strangers.pop(request, None)
+        super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Print nothing for a browser that has gone."""
@@ -241,6 +258,7 @@ class Handler(BaseHTTPRequestHandler):
             return self._send(403, "this page is served to this machine only\n")
         if not slash or not hmac.compare_digest(token.encode(), self.server.token.encode()):
             return self._send(404, "open the address that `orchestrate serve` has printed\n")
+        self.server.strangers.pop(self.connection, None)
         try:
             text, kind = self.server.site.answer(urllib.parse.unquote(path), urllib.parse.parse_qs(address.query))
         except UsageError as error:

@@ -43,12 +43,14 @@ def run(args: argparse.Namespace) -> int:
     resources = removal.resources(engines, name)
     if args.dry_run:
         return removal.show(resources)
-    if run_dir.ended(paths) and not resources and not lock.holder(paths):
+    data = run_dir.ended(paths)
+    left = data and data["left_behind"] and paths.cluster  # its files are still on nodes of a cluster
+    if data and not left and not resources and not lock.holder(paths):
         print_message(f"{name} has already ended")
         return errors.SUCCEEDED
     _ask_to_stop(paths, args.clock)
     resources = removal.resources(engines, name)
-    if resources or not run_dir.ended(paths):
+    if resources or left or not run_dir.ended(paths):
         print_message(f"{name} has no supervisor: removing its nodes")
         _stop_unsupervised(paths, resources)
     left = [resource for _, resource in removal.resources(engines, name)]

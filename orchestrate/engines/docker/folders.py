@@ -9,7 +9,7 @@ from typing import Any
 
 from orchestrate.engines.docker import mounts
 from orchestrate.errors import UsageError
-from orchestrate.files.paths import JOB, is_text
+from orchestrate.files.paths import JOB, SYSTEM, is_text
 from orchestrate.host import records, users, writable
 from orchestrate.host.mountinfo import is_kernels, kernels, paths
 from orchestrate.spec.folders import Mount
@@ -17,7 +17,6 @@ from orchestrate.spec.folders import mounts as wanted_mounts
 from orchestrate.spec.spec import JobSpec
 
 ONLY_DATA = "mount a subfolder that contains only data"
-SYSTEM = ("/proc", "/sys", "/dev", "/run", "/var/run", "/boot")  # sources with sockets, devices and kernel interfaces
 # Paths in nodes that have another meaning, also in an image of the project.
 TAKEN = (
     *("/proc", "/sys", "/dev", "/run", "/var/run", "/etc", "/tmp", "/usr", "/lib", "/lib64", "/bin", "/sbin"),

@@ -195,6 +195,8 @@ class SwarmSession(ClientSession):
     def down(self, grace: float, stopped: Callable[[], bool] = never) -> None:
         """Copy all files here, then remove services, network and relay."""
         if self.sync:
+            # If files stay on a node, no program of the job does.
+            self.clients.broadcast(protocol.Stop(kill=True, leftovers=True))
             if self.clients.connections:  # otherwise, the last files are most likely here already
                 self.sync.copy_all(*((SYNC_TIMEOUT, stopped) if grace else (HURRIED_SYNC_TIMEOUT, never)))
                 for node in self.sync.silent() & self._update_nodes().keys():

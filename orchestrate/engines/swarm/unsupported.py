@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 from orchestrate.errors import UsageError
+from orchestrate.files.paths import SYSTEM
 from orchestrate.spec.spec import JobSpec
 
 
@@ -15,6 +19,8 @@ def check(spec: JobSpec) -> None:
         raise UsageError("Docker Swarm does not support keep", "use up, which starts nodes that stay up")
     if spec.data or spec.mounts:
         raise UsageError("Docker Swarm does not support data and mounts", "use volume: a folder that all hosts share")
+    if spec.volume and any(Path(os.path.normpath(spec.volume)).is_relative_to(folder) for folder in SYSTEM):
+        raise UsageError(f"volume: {spec.volume} cannot be mounted: it is a system folder", "use a folder for data")
     if spec.ports or spec.services or spec.stdin:
         raise UsageError("Docker Swarm does not support ports, services and stdin", "remove them")
     if spec.pip or spec.dockerfile:

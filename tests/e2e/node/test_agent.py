@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -319,3 +320,18 @@ def test_a_node_must_report_that_it_is_still_importing(tmp_path):
     (tmp_path / "go").touch()
     eventually(lambda: not importing())
     node.end()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has subreapers")
+def test_what_workers_have_left_running_must_be_killed_on_request(waiting):
+    left = "import os, signal\nready, tell = os.pipe()\nif pid := os.fork():\n    os.read(ready, 1)\n    print(pid)\n"
+    left += "else:\n    os.setsid()\n    os.write(tell, b'.')\n    signal.pause()"
+    waiting.start(0, left)
+    pid = int(eventually(lambda: waiting.log(0)))
+    assert waiting.code(0) == 0
+    waiting.pipe.ask("stop", kill=True)
+    waiting.pipe.ask("status")
+    waiting.pipe.until("status")
+    assert not gone(pid)
+    waiting.pipe.ask("stop", kill=True, leftovers=True)
+    eventually(lambda: gone(pid))

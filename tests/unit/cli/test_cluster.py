@@ -148,6 +148,8 @@ def test_a_cluster_with_an_unfinished_job_must_not_be_given_to_another_job(tmp_p
     assert differences(one) == ["it is in use by a-1, which has no supervisor: attach to it or stop it"]
     end(unfinished)  # its supervisor was killed before it moved the files
     assert differences(one) == ["it still has the files of a-1, which `down` moves out of it"]
+    end(unfinished, left_behind="1 file could not be copied")
+    assert differences(one) == ["it still has the files of a-1, which `stop a-1` copies from its nodes"]
     run_dir.move_from_cluster(unfinished)
     assert differences(one) == []
 

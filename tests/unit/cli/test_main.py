@@ -245,12 +245,15 @@ def test_local_processes_must_not_need_a_docker_engine(monkeypatch, capsys):
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize("command", ["run", "up", "plan"])
+@pytest.mark.parametrize(
+    "command",
+    [*(f"{name} --trainers 2 --gpus none" for name in ("run", "up", "plan")), "prune", "rm a-1", "down c-1"],
+)
 def test_a_link_in_a_project_must_not_redirect_run_directories(engine, tmp_path, monkeypatch, capsys, command):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "runs").symlink_to("elsewhere")
     monkeypatch.chdir(tmp_path)
-    assert main([command, "--trainers", "2", "--gpus", "none"]) == 2
+    assert main(command.split()) == 2
     assert capsys.readouterr().err.splitlines() == [
         "error: runs is a symbolic link",
         "hint: pass the folder that it points to: --runs DIR",

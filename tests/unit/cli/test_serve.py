@@ -18,7 +18,7 @@ from support.methods import raising
 from support.plans import HERE, plan
 from support.scripted import Clock
 
-from orchestrate.cli.commands.serve import MAX_EVENTS, MAX_LINES, Handler, Server, Site
+from orchestrate.cli.commands.serve import MAX_EVENTS, MAX_LINES, MAX_STRANGERS, Handler, Server, Site
 from orchestrate.errors import EngineError
 from orchestrate.record import run_dir, usage
 from orchestrate.record.events import GenerationStarting, NodesStarting, RestartDecided, WorkersStarted
@@ -116,6 +116,8 @@ def test_logs_must_be_shown_as_text_without_secrets_and_links(site, running, tmp
     assert (log.status, log.text) == (200, "<b>token</b> *** é\n")
     assert log.headers["Content-Type"].startswith("text/plain") and log.headers["X-Content-Type-Options"] == "nosniff"
     assert site.get("/jobs/a-1/logs/rank-1.log").status == 404
+    running.log(2).write_text("x" * ((1 << 20) - 4) + "hunter2000" + "y" * 100 + "\n")
+    assert "hunter" not in (long := site.get("/jobs/a-1/logs/rank-2.log").text) and "x***y" in long
     running.log(1).symlink_to(running.spec)
     assert site.get("/jobs/a-1/logs/rank-1.log").status == 404
 
@@ -244,3 +246,16 @@ def test_addresses_must_be_relative_so_that_the_token_stays_in_them(site, runnin
     links = [part.partition('"')[0] for part in site.get("/jobs/a-1/").text.split('href="')[1:]]
     assert links and not any(urllib.parse.urlsplit(link).scheme or link.startswith("/") for link in links)
     assert json.dumps(links).count("logs/rank-") == 3
+
+
+def test_connections_that_ask_for_nothing_must_not_keep_others_out(site, running):
+    with contextlib.ExitStack() as opened:
+        silent = [
+            opened.enter_context(socket.create_connection(("127.0.0.1", site.port))) for _ in range(MAX_STRANGERS + 2)
+        ]
+        silent[0].settimeout(60)
+        assert silent[0].recv(1) == b""  # the oldest is closed
+        assert site.get("/").status == 200
+        silent[-1].sendall(f"GET /{site.server.token}/ HTTP/1.0\r\nHost: localhost:{site.port}\r\n\r\n".encode())
+        silent[-1].settimeout(60)
+        assert silent[-1].recv(1) == b"H"

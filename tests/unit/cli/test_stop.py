@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from support.commanded import Meanwhile, Whole, create, end, noted, runs_elsewhere, supervised
+from support.methods import raising
 from support.optional import not_none
 from support.scripted import ALL_WELL
 
@@ -41,6 +42,20 @@ def test_stop_must_remove_what_an_ended_job_has_left(do, paths, engine):
     assert (code, out, err[-1]) == (0, [], "a-1 stopped")
     assert engine.things == [] and engine.calls
     assert not_none(run_dir.ended(paths))["outcome"] == "succeeded"  # its outcome is unchanged
+
+
+def test_files_that_stay_on_nodes_of_a_cluster_must_be_copied_by_another_stop(do, runs, engine):
+    create(JobPaths(runs / "c-1"), cluster="c-1")
+    paths = create(JobPaths(runs / "a-1"), cluster="c-1")
+    engine.generations, down = [[ALL_WELL]], engine.down
+    engine.down = raising(EngineError("1 file could not be copied"))
+    assert "warning: not all nodes were removed: 1 file could not be copied" in do("attach", "a-1")[2]
+    assert paths.cluster == "c-1"
+    engine.down, engine.calls = down, []
+    code, _, err = do("stop", "a-1")
+    assert (code, err[-1]) == (0, "a-1 stopped") and "down" in engine.calls
+    assert not paths.cluster and paths.shared.is_dir()
+    assert do("stop", "a-1")[2] == ["a-1 has already ended"]
 
 
 def test_stop_must_write_the_report_of_a_job_whose_supervisor_has_died(do, paths, engine):

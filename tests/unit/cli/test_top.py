@@ -142,7 +142,9 @@ def test_a_supervisor_must_write_only_while_it_is_asked(paths):
     "content",
     [
         *("", "[]", "{}", '{"time": 1, "workers": []}', '{"time": 1, "workers": {"x": {}}}'),
-        *('{"time": "x", "workers": {}}', "[" * 100_000),
+        *('{"time": "x", "workers": {}}', "[" * 100_000, '{"time": Infinity, "workers": {}}'),
+        *('{"time": 1e18, "workers": {}}', '{"time": 1, "workers": {"0": {"state": "R", "cpu": NaN, "memory": 1}}}'),
+        '{"time": 1, "workers": {"0": {"state": "R", "cpu": 1, "memory": Infinity}}}',
     ],
 )
 def test_a_damaged_file_must_count_as_none(paths, content):

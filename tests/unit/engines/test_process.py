@@ -1,5 +1,6 @@
 """Local processes as nodes: what workers get, and how much memory they hold; without a node."""
 
+import contextlib
 import fcntl
 import os
 import socket
@@ -82,3 +83,23 @@ def test_the_memory_of_a_job_must_be_that_of_its_listening_nodes_in_bytes(tmp_pa
         server.bind(str(tmp_path / "j" / "n.sock"))
         server.listen()
         assert 4 << 20 < engine.memory("j") < 64 << 30 and engine.memory("k") == 0
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_a_node_that_accepts_nothing_must_be_listed_without_waiting_for_it(tmp_path, held):
+    engine = ProcessEngine()
+    engine.state = tmp_path
+    (tmp_path / "j").mkdir()
+    path = str(tmp_path / "j" / "n.sock")
+    with contextlib.ExitStack() as opened:
+        lock = opened.enter_context((tmp_path / "j" / "n.lock").open("w"))
+        if held:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            lock.write(str(os.getpid()))
+            lock.flush()
+        server = opened.enter_context(socket.socket(socket.AF_UNIX))
+        server.bind(path)
+        server.listen(0)
+        opened.enter_context(socket.socket(socket.AF_UNIX)).connect(path)  # now its queue is full
+        assert [state.nodes for state in engine.jobs()] == [1] * held
+        assert engine.resources("j")[:-1] == [f"process {os.getpid()} (n)"] * held

@@ -288,3 +288,12 @@ def test_a_request_to_stop_must_end_the_wait_for_nodes_that_do_not_start(engine,
     with pytest.raises(EngineError, match="3 of 3 nodes did not start"):
         engine.up(job(), lambda: clock.now > began + 5)
     assert clock.now < began + 6
+
+
+def test_what_a_job_has_left_running_must_be_killed_before_its_last_files_are_copied(engine):
+    connected(engine, "master", "trainer-1", "trainer-2")
+    engine.sync = sync(copy_all=EngineError("1 file could not be copied"))
+    with pytest.raises(EngineError, match="could not be copied"):
+        engine.down(30.0)
+    for end in engine.ends.values():
+        assert {"ask": "stop", "kill": True, "leftovers": True} in end.heard()
