@@ -171,12 +171,13 @@ def _finish(job: JobContext, data: dict[str, Any], show: Callable[[str], None]) 
     steps: list[Callable[[], object]] = [
         lambda: _write_page(paths, data),  # first: the job has ended for others once report.json is there
         lambda: records.write(paths.report, json.dumps(data, indent=2) + "\n"),
+        *([] if data["left_behind"] else [lambda: run_dir.move_from_cluster(paths)]),
         lambda: folder.harmless(paths.shared),
         lambda: usage.remove(paths),
         job.copies.publish,
     ]
     if not data["left_behind"]:
-        steps += [lambda: run_dir.move_from_cluster(paths), lambda: records.end(paths.root)]
+        steps.append(lambda: records.end(paths.root))
     for step in steps:
         try:
             step()

@@ -1,13 +1,18 @@
 """What nodes are sent with the start of a worker, and what of their reports is used; with simulated nodes."""
 
+import contextlib
 import dataclasses
+import threading
 from collections.abc import Iterator
 
 import pytest
+from support.ends import connected
 from support.fake_nodes import Nodes, planned
+from support.messages import message
 from support.scripted import Clock
 
 from orchestrate.engines.base import Stop
+from orchestrate.node import protocol
 from orchestrate.record.outcomes import Activity, Use
 from orchestrate.spec.spec import JobSpec
 
@@ -80,7 +85,7 @@ def test_a_node_that_is_gone_must_not_keep_a_request_from_the_others(nodes):
     nodes.start(planned(2))
     nodes.fakes["node-0"].end()
     nodes.stop(Stop.KILL)
-    assert {*nodes.connections} == {"node-1"} and nodes.fakes["node-1"].asked() == [{"ask": "stop", "kill": True}]
+    assert {*nodes.connections} == {"node-1"} and [each["ask"] for each in nodes.fakes["node-1"].asked()] == ["stop"]
 
 
 def test_silent_nodes_must_be_waited_for_only_briefly_while_workers_run(nodes):
@@ -89,3 +94,21 @@ def test_silent_nodes_must_be_waited_for_only_briefly_while_workers_run(nodes):
     nodes.listen, began = clock.sleep, clock.now
     nodes.stop(Stop.DUMP)
     assert not nodes.wait_until_warm(nodes.fakes, 0) and clock.now - began < 4
+
+
+def test_a_long_report_must_end_a_connection_on_which_none_is_expected():
+    link, node = connected()
+    line = node.signer.sign(protocol.encode(message("changes", files={"x" * (2 << 20): [1, 2, 3, 4]}))) + b"\n"
+
+    def send() -> None:
+        with contextlib.suppress(OSError):
+            node.sock.sendall(line)
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    received: list[protocol.Report] | None = []
+    while received == []:
+        received = link.receive()
+    assert received is None
+    link.close(), node.sock.close()
+    sender.join()

@@ -397,21 +397,3 @@ def test_trying_a_socket_must_leave_nothing_behind_and_fail_where_none_can_be(tm
     before = len(os.listdir("/proc/self/fd"))
     assert sockets.possible(tmp_path) and not sockets.possible(tmp_path / "none")
     assert not [*tmp_path.iterdir()] and len(os.listdir("/proc/self/fd")) <= before
-
-
-def test_a_long_report_must_end_a_connection_on_which_none_is_expected(ends):
-    link, node = ends
-    line = node.signer.sign(protocol.encode(message("changes", files={"x" * (2 << 20): [1, 2, 3, 4]}))) + b"\n"
-
-    def send() -> None:
-        with contextlib.suppress(OSError):
-            node.sock.sendall(line)
-
-    sender = threading.Thread(target=send)
-    sender.start()
-    received: list[protocol.Report] | None = []
-    while received == []:
-        received = link.receive()
-    assert received is None
-    link.close()
-    sender.join()
