@@ -285,7 +285,7 @@ def test_a_stop_must_be_sent_to_all_nodes_with_its_kind(nodes, kill):
     nodes.start(planned())
     nodes.stop(Stop.KILL if kill else Stop.TERMINATE)
     requests = [node.asked()[-1] for node in nodes.fakes.values()]
-    assert requests == [{"ask": "stop", "kill": kill}] * 3
+    assert requests == [{"ask": "stop", "kill": kill, "leftovers": False}] * 3
     nodes.fakes["node-0"].say("started", generation=0, rank=0, pid=70)
     nodes.wait(1)
     assert [node.asked() for node in nodes.fakes.values()] == [[], [], []]  # no more workers start
