@@ -54,6 +54,11 @@ def write(jobs: Sequence[JobPaths], path: Path, report: dict[str, Any] | None = 
         raise OrchestrateError(f"cannot write {path}: {error}") from None
 
 
+def prepare() -> None:
+    """Compile the template of a job's page."""
+    TEMPLATES.get_template("one.html")
+
+
 def page(runs: Sequence[Run], links: Sequence[str], home: str = "") -> str:
     """Return a page about one job, or about the differences of several, as HTML.
 

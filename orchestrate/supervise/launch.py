@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import platform
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from orchestrate.files import folder, log_file
 from orchestrate.host import records
 from orchestrate.plan.plan import Plan
 from orchestrate.record import lock, report, run_dir, usage
-from orchestrate.record.events import OURS, Event, JobEnded, NodesDown, SupervisorStarted
+from orchestrate.record.events import OURS, Event, GenerationStarted, JobEnded, NodesDown, SupervisorStarted
 from orchestrate.record.outcomes import JobResult, Outcome
 from orchestrate.record.paths import JobPaths
 from orchestrate.record.recorder import Recorder
@@ -59,6 +60,8 @@ def supervise(
                 log.info("%s", event)
                 notifier.event(event)
                 observer.event(event)
+                if isinstance(event, GenerationStarted) and event.generation == 0:
+                    threading.Thread(target=_load_pages, daemon=True).start()
 
             def save_plan(plan: Plan) -> None:
                 run_dir.keep(paths, plan, spec)
@@ -137,6 +140,13 @@ def _write_page(paths: JobPaths, data: dict[str, Any]) -> None:
     from orchestrate.pages import page  # only here: it takes time to import
 
     page.write([paths], paths.page, data)
+
+
+def _load_pages() -> None:
+    """Import what `_write_page` needs while the workers run: it takes 50 ms, which an ended job would wait for."""
+    from orchestrate.pages import page
+
+    page.prepare()
 
 
 def _take_cluster(paths: JobPaths, stack: contextlib.ExitStack) -> Path | None:
