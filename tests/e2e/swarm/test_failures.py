@@ -125,10 +125,15 @@ def test_files_that_do_not_fit_on_the_disk_must_stay_on_the_nodes_until_they_do(
     (cli.folder / "large.py").write_text(
         "import os\nif os.environ['RANK'] == '1':\n"
         "    open(os.environ['JOB_DIR'] + '/large', 'wb').write(bytes(range(256)) * 160_000)\n"
+        "    if not os.fork():\n        os.setsid()\n        os.execvp('sleep', ['sleep', '4242'])\n"
     )
     done = cli("run", "--engine", "swarm", "--gpus", "none", "--trainers", "1", "--", "large.py")
     assert done.returncode == 0
     assert "warning: not all nodes were removed: 1 file could not be copied, such as 'large': " in done.stderr
+    nodes = [(host, node) for host in swarm.hosts for node in host.docker("ps", "-q").split()]
+    running = [host.docker("top", node) for host, node in nodes]
+    assert len(running) >= 2  # the nodes are kept
+    assert not any("sleep 4242" in text for text in running)  # but nothing that the job has left
     name = cli.run_dir().name
     done = cli("stop", name)
     assert (done.returncode, "1 file could not be copied" in done.stderr) == (1, True)
