@@ -27,7 +27,7 @@ from orchestrate.files.paths import NODE, PROJECT, code_folder
 from orchestrate.host import private
 from orchestrate.host.cores import cores
 from orchestrate.host.gpus import Offer, fields, look, offer, why_none
-from orchestrate.node import protocol
+from orchestrate.node import protocol, warm
 from orchestrate.node.warm import SUPPORTED, processes
 from orchestrate.plan.container import UNBUFFERED
 from orchestrate.plan.plan import Inventory, Placement, Plan, WorkerPlan, may_use_torch
@@ -200,7 +200,9 @@ class ProcessSession(ClientSession):
             start_new_session=True,
             pass_fds=[lock],
         )
-        os.write(lock, b"%d" % child.pid)
+        os.ftruncate(lock, 0)
+        with contextlib.suppress(OSError):  # it has ended
+            os.write(lock, _identity(child.pid))
         os.close(lock)
         self.nodes[name] = _Node(path, child.pid, child)
         return self.nodes[name]
@@ -337,14 +339,21 @@ def _listener_pid(path: Path) -> int:
             probe.connect(str(path))
         except BlockingIOError:  # its queue is full: it accepts nothing, for example because it is stopped
             lock = path.with_suffix(".lock")
-            with contextlib.suppress(OSError, ValueError):
-                return int(lock.read_bytes()[:20]) if _is_locked(lock) else 0
+            with contextlib.suppress(OSError, ValueError, IndexError):
+                found = lock.read_bytes()[:100]
+                pid = int(found.split()[0])
+                return pid if _is_locked(lock) and found == _identity(pid) else 0
             return 0
         except OSError:
             return 0
         if sys.platform == "linux":
             return int(struct.unpack("3i", probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0])
         return int(struct.unpack("i", probe.getsockopt(0, 2, 4))[0])  # SOL_LOCAL, LOCAL_PEERPID of macOS
+
+
+def _identity(pid: int) -> bytes:
+    """Return a process ID with the start time of the process, field 22 of proc(5); raises OSError if it has ended."""
+    return b"%d %s" % (pid, warm.fields(pid)[19] if sys.platform == "linux" else b"")
 
 
 def _stop_nodes(

@@ -6,6 +6,7 @@ No link is followed, anywhere in its path: a job with a writable mount could lea
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 import sys
@@ -145,7 +146,9 @@ class Local(Store):
                     hint = f"use the folder itself: file://{quote(str(resolved(str(link))))}" if own else hint
                 raise StorageConflict(f"{where}: {link} is a link, which a job may have made", hint) from None
             why = getattr(error, "strerror", None) or error
-            raise StorageError(f"{where}: {why}", f"check {VARIABLES['file']}") from None
+            full = getattr(error, "errno", 0) in (errno.ENOSPC, errno.EDQUOT)
+            hint = "free disk space" if full else f"check {VARIABLES['file']}"
+            raise StorageError(f"{where}: {why}", hint) from None
 
 
 def _linked(part: str, name: str, folder: int) -> bool:

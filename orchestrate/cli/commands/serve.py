@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hmac
+import io
 import logging
 import re
 import secrets
@@ -50,6 +51,7 @@ FILES = ("job.yaml", "plan.json", "report.json", "events.jsonl", "changes.patch"
 MAX_LOG = 4 << 20  # last bytes of a log that are shown
 IDLE = 30.0  # seconds after which a silent connection is closed
 MAX_STRANGERS = 64  # connections that have not sent the token yet
+MAX_HEAD = 1 << 16  # bytes of the headers of a request
 HEADERS = {
     "Cache-Control": "no-store",
     "Referrer-Policy": "no-referrer",
@@ -209,9 +211,10 @@ class Server(ThreadingHTTPServer):
     def process_request(self, request: Any, client_address: Any) -> None:
         """Answer a request in a thread; others of this machine could otherwise take all threads, and never ask."""
         self.strangers[request] = None
-        if len(self.strangers) > MAX_STRANGERS:
-            with contextlib.suppress(OSError, StopIteration, RuntimeError):
-                next(iter(self.strangers)).shutdown(socket.SHUT_RDWR)
+        for oldest in [*self.strangers][:-MAX_STRANGERS]:
+            self.strangers.pop(oldest, None)
+            with contextlib.suppress(OSError):
+                oldest.shutdown(socket.SHUT_RDWR)
         super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
@@ -233,8 +236,27 @@ class Handler(BaseHTTPRequestHandler):
     """Answers one request."""
 
     server: Server
+    raw_requestline: bytes
     timeout = IDLE
     server_version, sys_version = "orchestrate", ""
+
+    def parse_request(self) -> bool:
+        """Read the headers of a request with the token, as far as they are short; return whether to answer it."""
+        self.request_version, self.requestline, self.command = "HTTP/1.0", "", ""
+        self.close_connection = True
+        path, token = [*self.raw_requestline.split(b" "), b""][1], self.server.token.encode()
+        if not hmac.compare_digest(path[: len(token) + 2], b"/%s/" % token):
+            self._send(404, "open the address that `orchestrate serve` has printed\n")
+            return False
+        self.server.strangers.pop(self.connection, None)
+        head = b""
+        while (line := self.rfile.readline(MAX_HEAD)) not in (b"\r\n", b"\n", b""):
+            head += line
+            if len(head) > MAX_HEAD:
+                self._send(431, "the headers are too long\n")
+                return False
+        self.rfile = io.BytesIO(head + b"\r\n")
+        return super().parse_request()
 
     def do_GET(self) -> None:  # noqa: N802 (the name that http.server calls)
         """Answer with a page."""
@@ -247,18 +269,12 @@ class Handler(BaseHTTPRequestHandler):
             self._send(500, "this page could not be made; --verbose prints why\n")
 
     def _answer(self) -> None:
-        try:
-            address = urllib.parse.urlsplit(self.path)
-        except ValueError:
-            return self._send(400, "not an address\n")
-        token, slash, path = address.path.removeprefix("/").partition("/")
+        address = urllib.parse.urlsplit(self.path)
+        path = address.path.removeprefix("/").partition("/")[2]
         port = self.server.server_address[1]
         names = {f"{name}:{port}" if port != HTTP else name for name in (HOST, "localhost")}
         if self.headers.get("Host") not in names:  # a page of another site that has this address by DNS rebinding
             return self._send(403, "this page is served to this machine only\n")
-        if not slash or not hmac.compare_digest(token.encode(), self.server.token.encode()):
-            return self._send(404, "open the address that `orchestrate serve` has printed\n")
-        self.server.strangers.pop(self.connection, None)
         try:
             text, kind = self.server.site.answer(urllib.parse.unquote(path), urllib.parse.parse_qs(address.query))
         except UsageError as error:
