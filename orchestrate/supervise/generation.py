@@ -125,6 +125,10 @@ class Generation:
                 self.emit(events.NodesLeft(str(error)))
             if not self.ends:  # an earlier supervisor may have recorded some
                 self.ends = [events.WorkerEnded(*item, LOST_EXIT_CODE, stopping=True) for item in nodes.items()]
+        return self._outcome()
+
+    def _outcome(self) -> GenerationResult:
+        """Return the result of a generation whose workers have ended."""
         if self.why in (BY_USER, BY_MAX_RUN):
             if self.stopping and self.stopping.killed:
                 ranks, grace = report.name_ranks(sorted(self.stopping.killed)), self.spec.grace

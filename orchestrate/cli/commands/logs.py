@@ -65,21 +65,13 @@ def run(args: argparse.Namespace) -> int:
     printer, show = Printer(plan, style), partial(console.out, colored=True)
     followers = [Follower(paths, [rank], hide=spec.mask(), colors=style.colors) for rank in sorted(wanted)]
     times, tail = _times(args, paths, len(plan.workers)), args.tail
-    by_line = args.grep or args.merge or args.timestamps or args.since is not None
     if tail is not None and not args.grep:
         for follower in followers:
             follower.tail(min(tail, MAX_TAIL // LINE_SIZE))
     with waiting.detaching(paths.root.name) if args.follow else contextlib.nullcontext():
         for running in waiting.rounds(args, paths):
-            if tail is None and not by_line:  # much faster
-                for block in (block for follower in followers for block in follower.blocks(end=not running)):
-                    show(printer.text([block.rank], block.colored))
-            else:
-                streams = [_selected(follower, args, times, end=not running) for follower in followers]
-                if tail is not None:
-                    streams = [_last(stream, tail, MAX_TAIL // len(streams)) for stream in streams]
-                for when, line in heapq.merge(*streams) if args.merge else itertools.chain(*streams):
-                    show(printer.text([line.rank], line.text, when))
+            for text in _texts(args, followers, printer, times, tail, end=not running):
+                show(text)
             tail, times = None, Times()  # later lines are new
             if running:
                 console.progress(printer.bar({r: bar for f in followers for r, bar in f.bars().items()}), show)
@@ -88,6 +80,22 @@ def run(args: argparse.Namespace) -> int:
     elif all(follower.silent for follower in followers):
         print_message(f"no output of {f'rank {args.ranks}' if args.ranks else 'any rank'}")
     return errors.SUCCEEDED
+
+
+def _texts(
+    args: argparse.Namespace, followers: list[Follower], printer: Printer, times: Times, tail: int | None, end: bool
+) -> Iterator[str]:
+    """Yield what is to be printed of the new lines, or of the last `tail` ones of each rank."""
+    by_line = args.grep or args.merge or args.timestamps or args.since is not None
+    if tail is None and not by_line:  # much faster
+        for follower in followers:
+            yield from (printer.text([block.rank], block.colored) for block in follower.blocks(end=end))
+        return
+    streams = [_selected(follower, args, times, end) for follower in followers]
+    if tail is not None:
+        streams = [_last(stream, tail, MAX_TAIL // len(streams)) for stream in streams]
+    for when, line in heapq.merge(*streams) if args.merge else itertools.chain(*streams):
+        yield printer.text([line.rank], line.text, when)
 
 
 def _last(stream: Iterator[Timed], lines: int, most: int) -> Iterator[Timed]:
