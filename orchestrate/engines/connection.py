@@ -74,12 +74,11 @@ class NodeConnection:
             return False
         return True
 
-    def receive(
-        self, admit: Callable[[int], None] = lambda size: None, most: int = protocol.MAX_SHORT_REPORT
-    ) -> list[protocol.Report] | None:
+    def receive(self, admit: Callable[[int], None] = lambda size: None, long: str = "") -> list[protocol.Report] | None:
         """Read reports from the node once the socket is readable; None if the connection is closed, or one is too long.
 
-        `admit` is called with the size of each in bytes, before it is parsed; `most` are the bytes that one may have.
+        `admit` is called with the size of each in bytes, before it is parsed; only reports of the kind `long` may have
+        more than 1 MiB.
         """
         chunk = b""
         with contextlib.suppress(OSError):
@@ -91,13 +90,15 @@ class NodeConnection:
         if b"\n" in chunk:  # otherwise, a node that sends single bytes would make us search all of them again
             *lines, rest = bytes(self.partial).split(b"\n")
             self.partial = bytearray(rest)
-        if len(self.partial) > most:
+        if len(self.partial) > (protocol.MAX_REPORT if long else protocol.MAX_SHORT_REPORT):
             return None
         reports = list[protocol.Report]()
         try:
-            for line in lines:
+            for line in map(self.signer.verify, lines):
+                if len(line) > protocol.MAX_SHORT_REPORT and not line.startswith(f'{{"say": "{long}", '.encode()):
+                    return None
                 admit(len(line))
-                reports.append(protocol.report(self.signer.verify(line)))
+                reports.append(protocol.report(line))
             return reports
         except ValueError:  # for example an error message of Docker, if a container ends while an exec starts
             return None
@@ -133,7 +134,7 @@ class NodeConnection:
         while sent and not stopped() and (left := deadline - time.monotonic()) > 0:
             if not readable.poll(1000 * min(left, POLL_INTERVAL)):
                 continue
-            reports = self.receive(admit, protocol.MAX_REPORT)
+            reports = self.receive(admit, answer.__name__.lower())
             if reports is None:
                 break
             for report in reports:

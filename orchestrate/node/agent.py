@@ -114,7 +114,7 @@ class Agent:
                 if request.kill:
                     kill(self.loop.workers, signal.SIGKILL)
                 if request.leftovers:
-                    self.loop.kill_leftovers(MAX_KILLING)
+                    self.loop.end_leftovers(MAX_KILLING)
             case protocol.End():
                 self.loop.stop(end=True)
             case protocol.Freeze():

@@ -289,12 +289,32 @@ class Loop:
         if self.adopting and self.zygote:
             self.zygote.process.send_signal(signal.SIGCONT)
 
-    def kill_leftovers(self, most: float = float("inf")) -> None:
-        """Kill what ended workers have left running; for `most` seconds, since processes can multiply meanwhile."""
+    def end_leftovers(self, most: float) -> None:
+        """Kill what ended workers have left running, and torch's store, which they could have taken over.
+
+        If that takes longer than `most` seconds, since processes can multiply meanwhile, or if they cannot be listed,
+        process 1 of a container kills all others at once, with the zygote.
+        """
+        self.close_store()
+        try:
+            ended = self.kill_leftovers(most)
+        except OSError:
+            ended = False
+        if not ended and os.getpid() == 1:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(-1, signal.SIGKILL)
+
+    def kill_leftovers(self, most: float = float("inf")) -> bool:
+        """Kill what ended workers have left running, for `most` seconds; return whether nothing is left.
+
+        Raises OSError if the processes cannot be listed.
+        """
         if not self.adopting:
-            return
+            return True
         ours, until = self._ours() | ({self.zygote.process.pid} if self.zygote else set()), self.time() + most
-        while self.time() < until and (left := set(leftover_processes()) - ours):
+        while left := set(leftover_processes()) - ours:
+            if self.time() > until:
+                return False
             for pid in left:
                 try:
                     os.kill(pid, signal.SIGKILL)
@@ -306,3 +326,4 @@ class Loop:
                 with contextlib.suppress(ChildProcessError):
                     os.waitpid(pid, os.WNOHANG)  # one that is traced ends only after its tracer
             time.sleep(0.001)
+        return True

@@ -77,7 +77,8 @@ class Store:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.process.pid, signal.SIGKILL)
             if isinstance(self.process, subprocess.Popen):
-                self.process.wait()
+                with contextlib.suppress(subprocess.TimeoutExpired):  # a worker traces it
+                    self.process.wait(1)
 
 
 def _listening(address: str, port: int) -> socket.socket:

@@ -5,11 +5,15 @@
 A separate program, which is run like a worker: forked from the process that has imported torch, if there is one.
 """
 
+import ctypes
 import signal
 import sys
 
 if not getattr(sys.flags, "safe_path", False):
     del sys.path[0]  # this folder, whose modules would shadow others
+
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(4, 0)  # PR_SET_DUMPABLE: no worker, which runs as the same user, can trace it
 
 from torch.distributed import TCPStore  # noqa: E402
 

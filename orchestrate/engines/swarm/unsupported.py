@@ -19,7 +19,9 @@ def check(spec: JobSpec) -> None:
         raise UsageError("Docker Swarm does not support keep", "use up, which starts nodes that stay up")
     if spec.data or spec.mounts:
         raise UsageError("Docker Swarm does not support data and mounts", "use volume: a folder that all hosts share")
-    if spec.volume and any(Path(os.path.normpath(spec.volume)).is_relative_to(folder) for folder in SYSTEM):
+    path = Path("/", os.path.normpath(spec.volume or "").lstrip("/"))
+    around = any(path.is_relative_to(folder) or Path(folder).is_relative_to(path) for folder in SYSTEM)
+    if (spec.volume or "").startswith("/") and around:
         raise UsageError(f"volume: {spec.volume} cannot be mounted: it is a system folder", "use a folder for data")
     if spec.ports or spec.services or spec.stdin:
         raise UsageError("Docker Swarm does not support ports, services and stdin", "remove them")

@@ -54,6 +54,14 @@ def test_the_store_must_be_there_until_the_next_generation(agent, port):
         socket.create_connection(("127.0.0.1", port))
 
 
+@pytest.mark.slow
+def test_the_store_must_be_killed_with_what_workers_have_left(agent):
+    assert agent.run(0, CLIENT) == 0
+    assert hosts(agent.node.pid)
+    agent.pipe.ask("stop", kill=True, leftovers=True)  # a worker could have taken it over
+    eventually(lambda: not hosts(agent.node.pid))
+
+
 def test_workers_elsewhere_must_be_able_to_connect_while_modules_are_imported(tmp_path, port):
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "slow.py").write_text("open('fifo').close()\n")

@@ -96,7 +96,8 @@ def test_silent_nodes_must_be_waited_for_only_briefly_while_workers_run(nodes):
     assert not nodes.wait_until_warm(nodes.fakes, 0) and clock.now - began < 4
 
 
-def test_a_long_report_must_end_a_connection_on_which_none_is_expected():
+@pytest.mark.parametrize("asks", [False, True])
+def test_a_long_report_must_end_a_connection_on_which_none_is_expected(asks):
     link, node = connected()
     line = node.signer.sign(protocol.encode(message("changes", files={"x" * (2 << 20): [1, 2, 3, 4]}))) + b"\n"
 
@@ -106,9 +107,13 @@ def test_a_long_report_must_end_a_connection_on_which_none_is_expected():
 
     sender = threading.Thread(target=send)
     sender.start()
-    received: list[protocol.Report] | None = []
-    while received == []:
-        received = link.receive()
-    assert received is None
+    if asks:
+        with pytest.raises(ConnectionError):
+            link.converse(protocol.Read("/job", "x", 0), protocol.Piece, 60)
+    else:
+        received: list[protocol.Report] | None = []
+        while received == []:
+            received = link.receive()
+        assert received is None
     link.close(), node.sock.close()
     sender.join()

@@ -114,6 +114,12 @@ def test_settings_that_a_swarm_does_not_support_must_be_refused_before_it_is_ask
         select_engine(JobSpec(engine="swarm", **settings))
 
 
+@pytest.mark.parametrize("volume", ["/run", "//run", "/var//run/x", "/mnt/../dev/shm", "/.", "//", "/usr/../.", "/var"])
+def test_a_volume_with_the_systems_own_folders_must_be_refused(volume):
+    with pytest.raises(UsageError, match="is a system folder"):
+        select_engine(JobSpec(engine="swarm", volume=volume))
+
+
 def test_code_that_is_too_large_must_be_refused_before_anything_is_started(stub, code, tmp_path):
     with (code / "weights.bin").open("wb") as file:
         file.truncate(300 << 20)
