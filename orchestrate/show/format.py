@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from operator import itemgetter
 
 from orchestrate.console import RESET
 from orchestrate.plan.plan import Plan
@@ -85,7 +87,9 @@ def merged(blocks: Iterable[Block]) -> Iterator[tuple[list[int], str]]:
     for block in blocks:
         lines.setdefault(block.rank, []).extend(block.colored.split("\n"))
     if _share(lines.values()):
-        yield from _line_by_line(lines)
+        for ranks, group in itertools.groupby(_line_by_line(lines), key=itemgetter(0)):
+            while some := [text for _, text in itertools.islice(group, LINES)]:
+                yield ranks, "\n".join(some)
         return
     for rank, own in sorted(lines.items()):
         yield from (([rank], "\n".join(own[at : at + LINES])) for at in range(0, len(own), LINES))
@@ -105,11 +109,12 @@ def _line_by_line(lines: Mapping[int, list[str]]) -> Iterator[tuple[list[int], s
     waiting = {rank: deque(own) for rank, own in lines.items()}
     ahead = LOOK_AHEAD if len(waiting) <= MANY else 1
     for rank, own in sorted(waiting.items()):
+        others = [(one, waiting[one]) for one in sorted(waiting) if one != rank]
         while own:
             text, ranks = own.popleft(), [rank]
-            for other in sorted(waiting.keys() - {rank}):
-                queue = waiting[other]
-                place = next((index for index, found in zip(range(ahead), queue) if found == text), None)
+            for other, queue in others:
+                same = queue and queue[0] == text
+                place = 0 if same else next((at for at, found in zip(range(ahead), queue) if found == text), None)
                 if place is not None:
                     yield from (([other], queue.popleft()) for _ in range(place))
                     queue.popleft()
