@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import resource
 import selectors
 import signal
 import socket
@@ -26,6 +27,7 @@ from orchestrate.node.warm import (
 )
 from orchestrate.node.worker import FAILED_TO_START, Worker, kill
 
+MIN_DESCRIPTORS = 64  # that a node needs
 MAX_WAIT = 3600.0  # seconds; epoll_wait(2) takes no more than 24 days
 FLUSH_INTERVAL = 0.05  # seconds
 ENDING = (signal.SIGTERM, signal.SIGINT)
@@ -40,6 +42,7 @@ class Loop:
         self.timers: list[tuple[float, Callable[[], None]]] = []
         self.zygote: Zygote | None = None
         self.adopting = adopt_orphans()  # so that no orphan outlives the node
+        self.limit = resource.getrlimit(resource.RLIMIT_NOFILE)
         self.workers: list[Worker] = []
         self.held: Worker | None = None  # a command that other workers wait for
         self.store: Store | None = None  # torch's store, once rank 0 has started here
@@ -199,11 +202,12 @@ class Loop:
 
     def stop(self, end: bool = False) -> None:
         """Send each worker SIGTERM once, and SIGKILL after the grace period; `end` also ends the node."""
-        running = [each for each in self.workers if not each.stopping and each.poll() is None and not each.exiting]
-        for worker in running:
+        running = [each for each in self.workers if not each.stopping and each.poll() is None]
+        asked = [each for each in running if not each.exiting]
+        for worker in asked:
             worker.stopping = True
+        kill(asked, signal.SIGTERM)
         if running:
-            kill(running, signal.SIGTERM)
             self.after(self.grace, lambda: kill(running, signal.SIGKILL))
         if end and not self.ending:
             self.ending = True
@@ -215,7 +219,9 @@ class Loop:
             first = min((when - self.time() for when, _ in self.timers), default=MAX_WAIT)
             if stdout.flush():  # the reader of stdout is slow: try again soon
                 first = min(FLUSH_INTERVAL, first)
-            for key, _ in self.selector.select(max(0.0, min(first, MAX_WAIT))):
+            ready = self.selector.select(max(0.0, min(first, MAX_WAIT)))
+            self._keep_limit()
+            for key, _ in ready:
                 key.data()
             now = self.time()
             due = [callback for when, callback in self.timers if when <= now]
@@ -228,6 +234,23 @@ class Loop:
             self.zygote = None
         self.finish()
         stdout.flush(last=True)
+
+    def _keep_limit(self) -> None:
+        """Kill all processes of a container in which one has changed our limit of descriptors: we could not read.
+
+        With so few that this cannot be undone, the node ends.
+        """
+        if self.limit == (now := resource.getrlimit(resource.RLIMIT_NOFILE)):
+            return
+        print_message(f"a process has changed the node's limit of descriptors to {now[0]}")
+        if os.getpid() == 1:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(-1, signal.SIGKILL)
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (now[1], now[1]))  # the second one cannot be raised again
+        self.limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if 0 <= self.limit[1] < MIN_DESCRIPTORS:
+            self.stop(end=True)
 
     def changed(self) -> bool:
         """Whether a worker has changed the limits or priority of the zygote; raises OSError."""
@@ -282,6 +305,7 @@ class Loop:
     def finish(self) -> None:
         """Wait for killed workers, kill what they left running, and continue the zygote if they have stopped it."""
         self.close_store()
+        self.kill_leftovers()  # one of them may trace a worker, which ends only after that
         while self.workers:
             self._reap()
             time.sleep(0.001)

@@ -58,7 +58,7 @@ def _read(path: Path, inside: tuple[Path, ...], found: list[str], seen: set[Path
         try:
             if not (include := INCLUDE.fullmatch(line)):
                 found.append(checked(line))
-            elif not any((path.parent / include[1]).resolve().is_relative_to(folder) for folder in inside):
+            elif not any(Path(os.path.realpath(path.parent / include[1])).is_relative_to(folder) for folder in inside):
                 raise ValueError(f"{include[1]} is not read: it is outside of {inside[0]}")
             else:
                 _read(path.parent / include[1], inside, found, seen)

@@ -79,7 +79,7 @@ def enter(spec: JobSpec) -> None:
         top = check_out(repository)
         print_message(f"source: {repository.url} at {top.name[:12]}")
         folder = top / repository.folder
-        if not folder.resolve().is_relative_to(top.resolve()):  # a link of the repository
+        if not Path(os.path.realpath(folder)).is_relative_to(top.resolve()):  # a link of the repository, or a loop
             raise UsageError(f"source: {repository.folder} leads out of the repository", "use another folder")
     else:
         folder = Path(spec.source)

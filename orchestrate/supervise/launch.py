@@ -182,7 +182,7 @@ def _finish(job: JobContext, data: dict[str, Any], show: Callable[[str], None]) 
         lambda: _write_page(paths, data),  # first: the job has ended for others once report.json is there
         lambda: records.write(paths.report, json.dumps(data, indent=2) + "\n"),
         *([] if data["left_behind"] else [lambda: run_dir.move_from_cluster(paths)]),
-        lambda: folder.harmless(paths.shared),
+        *([] if paths.cluster and data["left_behind"] else [lambda: folder.harmless(paths.shared)]),
         lambda: usage.remove(paths),
         job.copies.publish,
     ]

@@ -38,7 +38,8 @@ def _remove(args: argparse.Namespace) -> None:
     if supervisor := lock.holder(paths):
         raise UsageError(f"{name} is running, supervised by {supervisor}", f"python -m orchestrate stop {name}")
     if ours and paths.cluster:
-        raise UsageError(f"{name} may still be running on a cluster", f"python -m orchestrate stop {name}")
+        hint = f"python -m orchestrate stop {name}, or down {paths.cluster}"
+        raise UsageError(f"{name} may still be running on a cluster", hint)
     if args.dry_run:
         removal.show(resources, f"folder {paths.root}")
         return

@@ -92,8 +92,7 @@ def _stop_unsupervised(paths: JobPaths, resources: list[tuple[Engine, str]]) -> 
     except (OrchestrateError, BlockingIOError):
         return removal.remove(paths, resources)
     if why := data["left_behind"]:
-        name = paths.root.name
-        hint = (
-            f"fix the problem and run stop again, or remove the job and all its files: python -m orchestrate rm {name}"
-        )
+        name, cluster = paths.root.name, paths.cluster
+        other = f"down {cluster}" if cluster else f"rm {name}"
+        hint = f"fix the problem and run stop again, or remove what is left: python -m orchestrate {other}"
         raise OrchestrateError(f"could not remove all nodes of {name}: {why}", hint)

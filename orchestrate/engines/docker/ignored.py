@@ -185,11 +185,12 @@ def _names(text: str) -> list[str]:
     `**.ke?` does not (https://pkg.go.dev/github.com/moby/patternmatcher).
     """
     names: list[str] = []
+    literal = not WILDCARDS & set(text.lstrip("/")[len(ANY) :])
     for name in text.split("/"):
         if name == "..":
             del names[-1:]
         elif name.startswith(ANY):
-            plain = not names and not WILDCARDS & set(text.lstrip("/")[len(ANY) :])
+            plain = not names and literal
             names += [ANY] * (names[-1:] != [ANY])
             rest = re.sub(r"^(\*\*)+", "", name)
             names += [f"*{rest}" if plain else rest] if rest else []

@@ -188,8 +188,12 @@ class SwarmSession(ClientSession):
             self.clock.sleep(0.2)
 
     def discard(self, nodes: Iterable[str]) -> None:
-        """Abandon nodes: Swarm cannot remove a single task, so they are removed at the end."""
+        """Kill what runs on nodes, and abandon them: Swarm cannot remove a single task, so that is done at the end."""
         for name in nodes:
+            if name in self.clients.connections:
+                self.clients.connections[name].send(protocol.Stop(kill=True, leftovers=True))
+                if self.persistent:  # otherwise, they may still have files
+                    self.clients.connections[name].send(protocol.End())
             self._abandon(name)
 
     def down(self, grace: float, stopped: Callable[[], bool] = never) -> None:

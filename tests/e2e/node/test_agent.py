@@ -335,3 +335,47 @@ def test_what_workers_have_left_running_must_be_killed_on_request(waiting):
     assert not gone(pid)
     waiting.pipe.ask("stop", kill=True, leftovers=True)
     eventually(lambda: gone(pid))
+
+
+def test_a_worker_whose_main_thread_has_ended_must_be_killed_after_the_grace_period(tmp_path):
+    node = Waiting(tmp_path, NODE_GRACE="0.1")
+    goes_on = (
+        "import ctypes, signal, threading\nthreading.Thread(target=signal.pause).start()\nprint('there', flush=True)\n"
+    )
+    node.start(0, goes_on + "ctypes.CDLL(None).pthread_exit(None)")
+    eventually(lambda: node.log(0))
+    node.pipe.ask("stop", kill=False)
+    assert node.code(0) == 137
+    node.end()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has prlimit(2)")
+def test_a_node_whose_limit_of_descriptors_was_changed_must_still_answer(waiting):
+    limit = f"import resource\nresource.prlimit({waiting.node.pid}, resource.RLIMIT_NOFILE, (0, 4096))"
+    assert waiting.run(0, limit) == 0
+    assert waiting.status()["codes"] == {"0": 0}
+    assert waiting.run(1, "print('again')") == 0
+
+
+TRACER = """
+import ctypes, os, signal
+worker, (ready, tell) = os.getpid(), os.pipe()
+if not os.fork():
+    os.setsid()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    assert ctypes.CDLL(None).ptrace(0x4206, worker, 0, 0) == 0  # PTRACE_SEIZE
+    os.write(tell, b".")
+    while True:
+        signal.pause()
+os.read(ready, 1)
+print("traced", flush=True)
+signal.pause()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="needs the right to trace")
+def test_a_traced_worker_must_not_keep_a_node_from_being_cleaned(waiting):
+    waiting.start(0, TRACER)
+    eventually(lambda: waiting.log(0))
+    waiting.pipe.ask("clean")
+    assert waiting.pipe.until("cleaned")

@@ -231,7 +231,7 @@ def test_rm_of_a_job_that_may_still_run_on_a_cluster_must_give_a_hint(do, engine
     cluster(tmp_path, "c-1")
     paths = create(JobPaths(tmp_path / "a-1"), cluster="c-1")
     code, _, err = do("rm", "a-1")
-    assert (code, err[1]) == (2, "hint: python -m orchestrate stop a-1")
+    assert (code, err[1]) == (2, "hint: python -m orchestrate stop a-1, or down c-1")
     assert paths.logs.exists() and engine.calls == []
 
 

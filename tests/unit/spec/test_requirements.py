@@ -128,3 +128,10 @@ def test_a_variable_that_is_not_set_must_be_named(monkeypatch):
         requirements.variables(lines)
     monkeypatch.setenv("TOKEN", "x")
     assert requirements.variables(lines) == ["TOKEN", "USER_NAME"]
+
+
+def test_a_loop_of_links_that_is_included_must_be_an_error(tmp_path):
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "r.txt").write_text("-r loop\n")
+    with pytest.raises(UsageError, match="loop"):
+        requirements.read(tmp_path / "r.txt")

@@ -297,3 +297,13 @@ def test_what_a_job_has_left_running_must_be_killed_before_its_last_files_are_co
         engine.down(30.0)
     for end in engine.ends.values():
         assert {"ask": "stop", "kill": True, "leftovers": True} in end.heard()
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_what_runs_on_a_node_must_be_killed_before_it_is_abandoned(engine, persistent):
+    connected(engine, "master", "trainer-1")
+    engine.persistent = persistent
+    engine.discard(["trainer-1"])
+    asked = [{"ask": "stop", "kill": True, "leftovers": True}, *[{"ask": "end"}] * persistent]
+    assert engine.ends["trainer-1"].heard() == asked
+    assert engine.ends["master"].heard() == [] and "trainer-1" not in engine.clients.connections
