@@ -243,9 +243,7 @@ class Loop:
         if self.limit == (now := resource.getrlimit(resource.RLIMIT_NOFILE)):
             return
         print_message(f"a process has changed the node's limit of descriptors to {now[0]}")
-        if os.getpid() == 1:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(-1, signal.SIGKILL)
+        _kill_others()
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (now[1], now[1]))  # the second one cannot be raised again
         self.limit = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -324,9 +322,8 @@ class Loop:
             ended = self.kill_leftovers(most)
         except OSError:
             ended = False
-        if not ended and os.getpid() == 1:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(-1, signal.SIGKILL)
+        if not ended:
+            _kill_others()
 
     def kill_leftovers(self, most: float = float("inf")) -> bool:
         """Kill what ended workers have left running, for `most` seconds; return whether nothing is left.
@@ -351,3 +348,10 @@ class Loop:
                     os.waitpid(pid, os.WNOHANG)  # one that is traced ends only after its tracer
             time.sleep(0.001)
         return True
+
+
+def _kill_others() -> None:
+    """Kill all other processes at once, with the zygote, if this is process 1 of a container."""
+    if os.getpid() == 1:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(-1, signal.SIGKILL)
