@@ -303,8 +303,8 @@ class Loop:
     def finish(self) -> None:
         """Wait for killed workers, kill what they left running, and continue the zygote if they have stopped it."""
         self.close_store()
-        self.kill_leftovers()  # one of them may trace a worker, which ends only after that
         while self.workers:
+            self.kill_leftovers()  # one of them may trace a worker, which is reaped only after that
             self._reap()
             time.sleep(0.001)
         self.kill_leftovers()

@@ -126,8 +126,12 @@ class Waiting:
 
     def end(self) -> None:
         self.node.terminate()
-        assert self.node.wait(timeout=150) == 0
-        self.pipe.close()
+        try:
+            assert self.node.wait(timeout=150) == 0
+        finally:
+            self.node.kill()
+            self.node.wait()
+            self.pipe.close()
 
 
 @pytest.fixture(params=["", PRELOAD], ids=["fresh", "warm"])

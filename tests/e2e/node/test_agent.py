@@ -368,6 +368,7 @@ if not os.fork():
     while True:
         signal.pause()
 os.read(ready, 1)
+memory = b"x" * (1 << 28)  # takes a moment to free, and until then the tracer is the worker's child
 print("traced", flush=True)
 signal.pause()
 """
