@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import struct
 import time
 from collections.abc import Callable
 from typing import Any
@@ -30,7 +31,10 @@ class Channel:
         self.heard = False  # whether the peer has sent a message; if signed, whether it has proved that it has the key
         self.since = loop.time()
         loop.watch(sock, self._read)
-        sock.settimeout(SEND_TIMEOUT)
+        # Not a timeout of Python: that needs poll(2), which fails once a process has set our limit of descriptors to 0.
+        sock.setblocking(True)
+        seconds = struct.pack("ll", *divmod(int(SEND_TIMEOUT * 1e6), 10**6))
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, seconds)
         if signer:
             self._write(signer.nonce)
 
@@ -70,7 +74,7 @@ class Channel:
 
     def _read(self) -> None:
         try:
-            chunk = self.sock.recv(1 << 16)
+            chunk = self.sock.recv(1 << 16, socket.MSG_DONTWAIT)
         except OSError:
             chunk = b""
         self.buffer += chunk
