@@ -10,10 +10,10 @@ import contextlib
 import dataclasses
 import os
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 from orchestrate.console import print_message
+from orchestrate.dataclass import dataclass
 from orchestrate.engines.base import SWARMS, Engine, Session
 from orchestrate.engines.ports import port
 from orchestrate.errors import OrchestrateError, UsageError

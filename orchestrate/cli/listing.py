@@ -7,12 +7,12 @@ import math
 import os
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from orchestrate.cli import cluster
 from orchestrate.cli.find import created_at, job_folders
+from orchestrate.dataclass import dataclass, field
 from orchestrate.engines import choice
 from orchestrate.engines.base import Engine, JobState
 from orchestrate.errors import UsageError

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from importlib import metadata
 
+from orchestrate.dataclass import dataclass
 from orchestrate.engines import check_cache
 from orchestrate.errors import ResourceError
 from orchestrate.host.gpus import Gpu, look, why_none

@@ -6,11 +6,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import Protocol
 
+from orchestrate.dataclass import dataclass, field
 from orchestrate.errors import UsageError
 from orchestrate.files.paths import NAME, NODES
 from orchestrate.plan.plan import Inventory, Placement, Plan

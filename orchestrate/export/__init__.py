@@ -10,12 +10,12 @@ import math
 import os
 import re
 import shlex
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from orchestrate.dataclass import dataclass
 from orchestrate.errors import UsageError
 from orchestrate.plan.container import UNBUFFERED
 from orchestrate.spec.redact import secret_names

@@ -13,11 +13,11 @@ import secrets
 import stat
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import BinaryIO
 
+from orchestrate.dataclass import dataclass
 from orchestrate.node.trees import FOLDER, clear, opened, set_mode
 
 MAX_DEPTH = 32  # nested folders that are searched
@@ -169,16 +169,16 @@ def content(path: str | Path, folder: int | None = None) -> str:
     return read.decode()
 
 
-def write_whole(path: str | Path, text: str, folder: int | None = None, mode: int = 0o600) -> None:
+def write_whole(path: str | Path, text: str | bytes, folder: int | None = None, mode: int = 0o600) -> None:
     """Write a file atomically; a link in its place is replaced, not followed."""
     name = Path(path)
     temporary = name.with_name(f".{name.name}.{secrets.token_hex(4)}")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     descriptor = os.open(temporary, flags, mode, dir_fd=folder)
     try:
-        with os.fdopen(descriptor, "w") as file:
+        with os.fdopen(descriptor, "wb") as file:
             os.fchmod(descriptor, mode)  # whatever the umask
-            file.write(text)
+            file.write(text.encode() if isinstance(text, str) else text)
         os.replace(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
     except BaseException:
         os.unlink(temporary, dir_fd=folder)

@@ -6,11 +6,11 @@ import os
 import re
 import subprocess
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from orchestrate.dataclass import dataclass, replace
 from orchestrate.host.cores import PCI, near
 
 if TYPE_CHECKING:  # otherwise only where it is used: it takes time to import

@@ -6,8 +6,9 @@ import contextlib
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+
+from orchestrate.dataclass import dataclass
 
 FILE = Path("/proc/self/mountinfo")
 KERNEL_TYPES = {

@@ -17,9 +17,10 @@ import secrets as tokens
 import socket
 import stat
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
+from orchestrate.dataclass import dataclass, field
 from orchestrate.errors import EngineError, UsageError
 from orchestrate.files.folder import content, write_whole
 from orchestrate.host import private

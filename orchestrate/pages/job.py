@@ -8,12 +8,12 @@ import re
 import shlex
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import yaml
 
+from orchestrate.dataclass import dataclass
 from orchestrate.errors import UsageError
 from orchestrate.files.lines import Lines, last
 from orchestrate.files.paths import LOGS, METRICS, log

@@ -5,12 +5,12 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from markupsafe import Markup
 
 from orchestrate import __version__
+from orchestrate.dataclass import dataclass
 from orchestrate.pages import charts
 from orchestrate.pages.curves import Curve
 from orchestrate.pages.page import TEMPLATES, UNPRINTABLE, duration

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
 
+from orchestrate.dataclass import dataclass, replace
 from orchestrate.plan.plan import pluralize
 from orchestrate.record import events, report
 from orchestrate.record.events import Event

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from orchestrate.dataclass import dataclass
 from orchestrate.spec.sizes import UNLIMITED, parse_size
 
 # Bytes of memory reserved for everything else on a machine; a tenth of its memory if that is more.

@@ -7,9 +7,9 @@ import math
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from orchestrate.dataclass import dataclass, field, replace
 from orchestrate.errors import ResourceError
 from orchestrate.files import typed
 from orchestrate.files.paths import NAME, STDIN, WORK

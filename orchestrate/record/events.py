@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
 from typing import Annotated, Any
 
+from orchestrate.dataclass import dataclass, field
 from orchestrate.files import typed
 from orchestrate.node import checks
 from orchestrate.record.outcomes import JOB_OUTCOMES, GenerationResult, Outcome, Use, WorkerExit

@@ -11,10 +11,10 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from orchestrate.dataclass import dataclass
 from orchestrate.record.paths import JobPaths
 
 # struct flock of Linux and macOS: type, whence, start, length, and the process id that the kernel fills in.

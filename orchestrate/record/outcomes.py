@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
+from orchestrate.dataclass import dataclass, field
 from orchestrate.spec.causes import Reason, TextEnum
 
 LOST_EXIT_CODE = 137  # exit code of a worker that was lost with its node: that of SIGKILL

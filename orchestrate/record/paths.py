@@ -6,9 +6,9 @@ import os
 import re
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
+from orchestrate.dataclass import dataclass
 from orchestrate.files.folder import Folder
 from orchestrate.files.paths import CHECKPOINTS, JOB, LOGS, METRICS, NAME, NODES, PAGE, WORK, log
 from orchestrate.host import records

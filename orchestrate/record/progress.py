@@ -8,8 +8,8 @@ import re
 import time
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
 
+from orchestrate.dataclass import dataclass, field, replace
 from orchestrate.spec.patterns import compiled
 
 log = logging.getLogger(__name__)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from orchestrate.dataclass import dataclass
 from orchestrate.plan.plan import Plan, pluralize
 from orchestrate.record import events
 from orchestrate.record.metrics import NAMES, PACE, is_number, plain, strict

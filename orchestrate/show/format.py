@@ -7,10 +7,10 @@ import json
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from operator import itemgetter
 
 from orchestrate.console import RESET
+from orchestrate.dataclass import dataclass
 from orchestrate.plan.plan import Plan
 from orchestrate.record.logs import Block
 
@@ -32,10 +32,13 @@ class Style:
     as_json: bool = False
 
 
+PLAIN = Style()
+
+
 class Printer:
     """Turns lines into text."""
 
-    def __init__(self, plan: Plan, style: Style = Style()) -> None:
+    def __init__(self, plan: Plan, style: Style = PLAIN) -> None:
         """`plan` names the node of each rank."""
         self.style = style
         self.planned(plan)

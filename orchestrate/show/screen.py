@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 
+from orchestrate.dataclass import dataclass, field
 from orchestrate.plan.plan import Plan
 from orchestrate.record.events import Event
 from orchestrate.record.outcomes import Activity

@@ -6,10 +6,10 @@ import dataclasses
 import hashlib
 import os
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote
 
+from orchestrate.dataclass import dataclass
 from orchestrate.errors import UsageError
 from orchestrate.host import private
 from orchestrate.spec.inputs import MOUNT, OF_SHELL

@@ -11,11 +11,11 @@ import os
 import re
 import shutil
 import subprocess
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from urllib.parse import quote, unquote_to_bytes
 
 from orchestrate.console import during, print_message
+from orchestrate.dataclass import dataclass
 from orchestrate.errors import ResourceError, UsageError
 from orchestrate.files.folder import ENTER, ROOT
 from orchestrate.host import private, writable

@@ -6,11 +6,11 @@ import dataclasses
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import yaml
 
+from orchestrate.dataclass import dataclass
 from orchestrate.spec import inputs, values
 from orchestrate.spec.redact import Mask, redacted
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from orchestrate.console import quoted
+from orchestrate.dataclass import dataclass
 from orchestrate.node.ranks import CONTRACT
 from orchestrate.spec.causes import ACTIONS, CAUSES, CONDITIONS
 from orchestrate.spec.patterns import flaw

@@ -13,10 +13,10 @@ import json
 import logging
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Annotated, Any
 
+from orchestrate.dataclass import dataclass
 from orchestrate.errors import StorageError
 from orchestrate.files.folder import MAX_DEPTH
 from orchestrate.files.typed import decode, encode

@@ -13,10 +13,10 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from orchestrate.dataclass import dataclass, replace
 from orchestrate.errors import StorageConflict, StorageError
 from orchestrate.files.folder import Folder
 from orchestrate.node.checks import shown

@@ -6,8 +6,8 @@ import errno
 import os
 import stat
 import sys
-from dataclasses import dataclass, field
 
+from orchestrate.dataclass import dataclass, field
 from orchestrate.errors import StorageError
 from orchestrate.files.folder import MAX_DEPTH, Folder
 from orchestrate.node.checks import shown

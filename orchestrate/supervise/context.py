@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
 from orchestrate.clock import Clock, wait_until
+from orchestrate.dataclass import dataclass, field, replace
 from orchestrate.engines.base import Engine, Session
 from orchestrate.errors import EngineError
 from orchestrate.plan.plan import Plan

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
 
+from orchestrate.dataclass import dataclass
 from orchestrate.supervise.context import JobContext
 from orchestrate.supervise.diagnosis.tracebacks import before_dump, ends_with_error
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import platform
 import threading
 from collections.abc import Callable
@@ -49,7 +50,7 @@ def supervise(
         spec, plan = run_dir.load(paths)
         hide = spec.mask()
         stack.enter_context(log_file.kept(paths.orchestrate_log, hide))
-        log.info("orchestrate %s, Python %s, %s", __version__, platform.python_version(), platform.platform())
+        log.info("orchestrate %s, Python %s, %s", __version__, platform.python_version(), " ".join(os.uname()[::2]))
         seen = _take_cluster(paths, stack) or paths.shared
         files, notifier = JobFiles(paths, hide), Notifier(spec.on_event, plan.job_id, str(paths.root))
         board = stack.enter_context(Board(paths, hide))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
+from orchestrate.dataclass import dataclass, replace
 from orchestrate.record.outcomes import GenerationResult
 from orchestrate.spec.causes import RULES, Reason
 from orchestrate.spec.spec import JobSpec

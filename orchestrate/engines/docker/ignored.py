@@ -10,9 +10,9 @@ import fnmatch
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
+from orchestrate.dataclass import dataclass
 from orchestrate.errors import UsageError
 from orchestrate.files.folder import regular
 

@@ -5,11 +5,13 @@ import re
 from pathlib import Path
 
 import pytest
+from jinja2.bccache import bc_magic
 from support.commanded import Whole, create, supervise
+from support.optional import not_none
 
 from orchestrate.host import records
 from orchestrate.pages.job import load
-from orchestrate.pages.page import MAX_VALUE, page
+from orchestrate.pages.page import MAX_VALUE, TEMPLATES, page
 from orchestrate.pages.spans import Moment, Span
 from orchestrate.record.outcomes import WorkerExit
 from orchestrate.record.paths import JobPaths
@@ -61,3 +63,16 @@ def test_last_values_must_be_shown_also_if_they_are_not_finite(failed):
 def test_control_characters_must_not_be_on_the_page(failed):
     moments = [Moment("other", (0.0,), "a\x00b\x1b[2Jc\u202ed\u2066e\ud800f\x7fg")]
     assert "a�b�[2Jc�d�e�f�g" in page([dataclasses.replace(failed, moments=moments)], [""])
+
+
+@pytest.mark.parametrize("damaged", [b"", b"no template", bc_magic + b"no pickle", "cut"])
+def test_a_damaged_template_in_the_cache_must_be_compiled_again(failed, tmp_path, monkeypatch, damaged):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    not_none(TEMPLATES.cache).clear()
+    whole = page([failed], [""])
+    kept = [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
+    assert kept
+    for path in kept:
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2] if damaged == "cut" else damaged)
+    not_none(TEMPLATES.cache).clear()
+    assert page([failed], [""]) == whole
