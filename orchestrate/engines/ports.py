@@ -7,7 +7,7 @@ import random
 import socket
 
 from orchestrate.errors import EngineError
-from orchestrate.node.ranks import MASTER_PORT
+from orchestrate.node.ranks import MASTER_PORT, PORTS
 
 
 def free_port() -> int:
@@ -25,4 +25,4 @@ def port(network: str, generation: int) -> int:
     On a job's own network only its previous generation can still use a port, so each generation gets the next one,
     starting at torch's default. Elsewhere it is a port that is free here, and so most likely on other hosts.
     """
-    return MASTER_PORT + generation % 1000 if network == "bridge" else free_port()
+    return MASTER_PORT + generation % PORTS if network == "bridge" else free_port()

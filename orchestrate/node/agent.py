@@ -24,6 +24,7 @@ from orchestrate.node.loop import Loop
 from orchestrate.node.output import print_message
 from orchestrate.node.ranks import FENCE, Env, fence
 from orchestrate.node.status import StatusServer
+from orchestrate.node.store import blocked
 from orchestrate.node.traffic import Traffic
 from orchestrate.node.trees import identity, replace
 from orchestrate.node.warm import SUPPORTED, limits_and_priority
@@ -155,6 +156,7 @@ class Agent:
         """Kill the workers: a request to stop could no longer reach this node."""
         self.hint = "cut off"
         kill(self.loop.workers, signal.SIGKILL)
+        self.loop.end_leftovers(MAX_KILLING)
 
     def report(self, report: protocol.Started | protocol.Listening | protocol.Ended) -> None:
         """Send a report about a worker, or torch's store, to all clients."""
@@ -268,6 +270,8 @@ class Agent:
             if folders := os.environ.get("NODE_WIPE", "").split():  # only a container has its own
                 wipe(folders, self.bound)
                 free_ipc()
+                if port := blocked():
+                    raise OSError(f"sockets of the job block port {port}")
             self._bind_again()
             if limits_and_priority(os.getpid()) != self.limits_and_priority or self.loop.changed():
                 raise OSError("the job has changed the limits or the priority of the node")

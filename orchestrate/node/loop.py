@@ -148,6 +148,8 @@ class Loop:
     def hold(self, first: Worker) -> None:
         """Start `first` at once, and other workers only after `release`."""
         self.held = first
+        if self.zygote and self.zygote.ready is None:
+            self.zygote.remember()
         self.workers.append(first)
         self.watch(first.output, lambda: self._pump(first))
         try:
@@ -255,7 +257,8 @@ class Loop:
         zygote = self.zygote
         return (
             zygote is not None
-            and zygote.ready is True
+            and zygote.ready is not False
+            and bool(zygote.limits_and_priority)
             and limits_and_priority(zygote.process.pid) != zygote.limits_and_priority
         )
 
@@ -273,6 +276,11 @@ class Loop:
             self.asked = True
 
     def _reap(self) -> None:
+        if self.store and self.store.lost():  # who connects now would try until torch's timeout, half an hour
+            self.close_store()
+            for worker in self.workers:
+                worker.say("is killed: the process that hosts torch's store has ended")
+                worker.kill(signal.SIGKILL)
         for worker in [worker for worker in self.workers if worker.poll() is not None]:
             if self.held and not worker.pid and worker is not self.held:
                 continue  # it was ended before it started, and the command that it waits for has time to end
@@ -285,8 +293,6 @@ class Loop:
     def _reap_strays(self) -> None:
         """Reap adopted processes that workers have left running; until then they stay zombies."""
         ours = self._ours()
-        if self.zygote and self.zygote.process.poll() is None:
-            ours.add(self.zygote.process.pid)
         with contextlib.suppress(ChildProcessError):
             while found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
                 if found.si_pid in ours:  # it has just ended; the next turn reaps it
@@ -294,8 +300,10 @@ class Loop:
                 os.waitpid(found.si_pid, 0)
 
     def _ours(self) -> set[int]:
-        """The children that are workers or host torch's store."""
+        """The children that are workers, host torch's store or fork workers."""
         ours = {worker.pid for worker in self.workers}
+        if self.zygote and self.zygote.process.poll() is None:
+            ours.add(self.zygote.process.pid)
         if self.store and self.store.process and self.store.process.poll() is None:
             ours.add(self.store.process.pid)
         return ours
@@ -332,7 +340,7 @@ class Loop:
         """
         if not self.adopting:
             return True
-        ours, until = self._ours() | ({self.zygote.process.pid} if self.zygote else set()), self.time() + most
+        ours, until = self._ours(), self.time() + most
         while left := set(leftover_processes()) - ours:
             if self.time() > until:
                 return False

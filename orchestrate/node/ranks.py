@@ -10,6 +10,7 @@ from orchestrate.node import frameworks
 from orchestrate.node.trees import opened
 
 MASTER_PORT = 29500  # torch's default
+PORTS = 1000  # from this one on that generations use in turn, on a network of their own
 Node = dict[str, Any]
 Env = dict[str, str]
 

@@ -16,12 +16,12 @@ from pathlib import Path
 
 from orchestrate.node.checks import integer
 from orchestrate.node.output import print_message
-from orchestrate.node.ranks import MASTER_PORT, Env
+from orchestrate.node.ranks import MASTER_PORT, PORTS, Env
 from orchestrate.node.traffic import connections
 from orchestrate.node.warm import Forked, Zygote, die_with_parent
 
 VARIABLE = "TORCHELASTIC_USE_AGENT_STORE"  # torch's name: with `True`, rank 0 expects the store, like all others
-PROGRAM = str(Path(__file__).with_name("tcpstore.py"))
+PROGRAM = Path(__file__).with_name("tcpstore.py").read_text()  # read now: on a Swarm, jobs can write to this folder
 BACKLOG = 1024  # connections that wait until the process accepts them
 OWN = 1  # connections of the process to itself
 
@@ -45,7 +45,7 @@ class Store:
 
     def host(self, zygote: Zygote | None) -> None:
         """Start the process, from `zygote` if it can fork."""
-        command, env = [PROGRAM, str(self.port)], {**os.environ, "PYTHONFAULTHANDLER": "1"}
+        command, env = ["-c", PROGRAM, str(self.port)], {**os.environ, "PYTHONFAULTHANDLER": "1"}
         with self.server:
             if zygote and zygote.ready:
                 with contextlib.suppress(OSError):
@@ -63,6 +63,10 @@ class Store:
                 )
             except OSError as error:
                 print_message(f"cannot start the process that hosts torch's store: {error}")
+
+    def lost(self) -> bool:
+        """Whether the process has ended, though nobody has closed the store."""
+        return self.process is not None and self.process.poll() is not None
 
     def in_use(self) -> bool:
         """Whether other processes are connected to the store; False if the system does not report connections."""
@@ -85,6 +89,24 @@ def _listening(address: str, port: int) -> socket.socket:
     if address or not socket.has_dualstack_ipv6():
         return socket.create_server((address, port), backlog=BACKLOG)
     return socket.create_server((address, port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=BACKLOG)
+
+
+def blocked() -> int:
+    """Return a port, of those on which a job's generations have their stores, that sockets without a process block.
+
+    The kernel keeps the sockets of ended processes for a minute, or while their peer does not read. 0 if there is none.
+    """
+    found = set()
+    for name in ("tcp", "tcp6"):
+        with contextlib.suppress(OSError), open(f"/proc/self/net/{name}") as file:
+            rows = [line.split() for line in file.readlines()[1:]]
+            found |= {int(row[1].rpartition(":")[2], 16) for row in rows if row[9] == "0"}  # the inode
+    for port in sorted(found & {*range(MASTER_PORT, MASTER_PORT + PORTS)}):
+        try:
+            _listening("", port).close()
+        except OSError:
+            return port
+    return 0
 
 
 def expected(env: Env) -> bool:

@@ -1,6 +1,6 @@
 """Hosts torch's store on the listening socket that is its standard input, until it is killed; see store.py.
 
-    python tcpstore.py PORT
+    python -c "$(cat tcpstore.py)" PORT
 
 A separate program, which is run like a worker: forked from the process that has imported torch, if there is one.
 """
@@ -10,7 +10,7 @@ import signal
 import sys
 
 if not getattr(sys.flags, "safe_path", False):
-    del sys.path[0]  # this folder, whose modules would shadow others
+    del sys.path[0]  # the working directory, whose modules would shadow others
 
 if sys.platform == "linux":
     ctypes.CDLL(None).prctl(4, 0)  # PR_SET_DUMPABLE: no worker, which runs as the same user, can trace it

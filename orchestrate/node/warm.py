@@ -77,7 +77,7 @@ class Zygote:
         """Start it; `settled` is called once it can fork, with an empty string, or once it cannot, with the reason."""
         self.ready: bool | None = None
         self.go_sent = False
-        self.limits_and_priority: list[Any] = []  # limits and priority of its process before the first worker
+        self.limits_and_priority: list[Any] = []  # limits and priority of its process before a job could change them
         self.settled = settled
         self.sock, child_sock = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.sock.settimeout(FORK_TIMEOUT)
@@ -120,6 +120,12 @@ class Zygote:
             raise OSError(errno.ETIMEDOUT, "the process that forks workers does not respond")
         return Forked(pid)
 
+    def remember(self) -> None:
+        """Record the limits and the priority of its process: the first process of a job is about to start."""
+        if not self.limits_and_priority:
+            with contextlib.suppress(ProcessLookupError):  # it has ended
+                self.limits_and_priority = limits_and_priority(self.process.pid)
+
     def late(self) -> None:
         """Stop using it if it is not ready by now."""
         if self.ready is None:
@@ -134,7 +140,7 @@ class Zygote:
     def _settle(self, ready: bool, why: str) -> None:
         self.ready = ready
         if ready:
-            self.limits_and_priority = limits_and_priority(self.process.pid)
+            self.remember()
         else:
             self.end()
         self.settled(why)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import signal
 import subprocess
@@ -16,6 +17,7 @@ from orchestrate.node.trees import FOLDER, opened
 from orchestrate.node.warm import Forked, Zygote, die_with_parent, fields, processes
 
 FAILED_TO_START, NOT_FOUND = 126, 127  # exit codes, as in a shell
+MAX_PIPE = 1 << 16  # bytes in a pipe, where the kernel does not tell
 MAX_LINE = 1 << 20  # bytes that are tagged as one line; a longer one is split
 OOM_COUNTERS = (  # of cgroup v2, cgroup v1 and the machine
     "/sys/fs/cgroup/memory.events",
@@ -79,9 +81,13 @@ class Worker:
 
     def cancel(self, code: int, why: str) -> None:
         """End a worker that has not started with an exit code, and write the reason to its log."""
-        print_message(f"rank {self.rank} {why}")
-        self.log.write(f"[node] rank {self.rank} {why}\n".encode(errors="backslashreplace"))
+        self.say(why)
         self.cancelled = code
+
+    def say(self, what: str) -> None:
+        """Print a message about it, and write that to its log."""
+        print_message(f"rank {self.rank} {what}")
+        self.log.write(f"[node] rank {self.rank} {what}\n".encode(errors="backslashreplace"))
 
     def _before(self) -> None:
         """Runs between fork and exec."""
@@ -157,14 +163,12 @@ class Worker:
         self.done(code)
 
     def _drain(self) -> None:
-        while True:
-            try:
-                chunk = os.read(self.output, 1 << 16)
-            except BlockingIOError:
-                break
-            if not chunk:
-                break
-            self._write(chunk)
+        """Read what is in the pipe now: a process that is left, in a group of its own, could write for ever."""
+        left = fcntl.fcntl(self.output, fcntl.F_GETPIPE_SZ) if hasattr(fcntl, "F_GETPIPE_SZ") else MAX_PIPE
+        with contextlib.suppress(BlockingIOError):
+            while left > 0 and (chunk := os.read(self.output, 1 << 16)):
+                self._write(chunk)
+                left -= len(chunk)
         os.close(self.output)
 
 

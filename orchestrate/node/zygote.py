@@ -141,7 +141,7 @@ def like_fresh(command: list[str], env: dict[str, str]) -> bool:
     if startup_variables(env) != startup_variables(ENVIRONMENT):
         return False
     script = command[0].endswith(".py") and os.path.isfile(command[0])
-    known = exists(command[1]) if command[0] == "-m" and command[1:] else script
+    known = exists(command[1]) if command[0] == "-m" and command[1:] else script or command[0] == "-c"
     return known and not any(shadows(entry) for entry in os.scandir(sys.path[0]))
 
 
@@ -229,14 +229,14 @@ def trimmed(error: BaseException) -> BaseException:
 
 
 def execute(command: list[str]) -> None:
-    """Run the script or module in `__main__`; nothing here refers to its variables afterwards."""
-    sys.argv = list(command)
+    """Run the script, module or code in `__main__`; nothing here refers to its variables afterwards."""
+    sys.argv = [command[0], *command[2 if command[0] in ("-m", "-c") else 1 :]]
     if command[0] == "-m":
-        del sys.argv[1]
-        runpy._run_module_as_main(command[1])  # type: ignore[attr-defined]
-        return
-    path = os.path.abspath(command[0])
+        return runpy._run_module_as_main(command[1])  # type: ignore[attr-defined, no-any-return]
     variables = sys.modules["__main__"].__dict__
+    if command[0] == "-c":
+        return exec(compile(command[1], "<string>", "exec", dont_inherit=True), variables)
+    path = os.path.abspath(command[0])
     loader = importlib.machinery.SourceFileLoader("__main__", path)
     variables.update(__file__=path, __cached__=None, __loader__=loader, __builtins__=__builtins__)
     with open(path, "rb") as file:

@@ -31,12 +31,20 @@ MAX_FILES, MAX_LINES, MAX_SIZE = 100, 10_000, 4 << 20  # files, lines of all, an
 def read(path: Path) -> list[str]:
     """Return the requirements of a file and of the files that it includes; raises UsageError with file and line.
 
-    Those must be in the folder of the file or in the current folder: the file may have come with a project, and the
-    build of an image, or an index, would get to see what is in any other file.
+    All must be in the current folder, or if the file is elsewhere, in its folder, wherever links lead: they may have
+    come with a project, and the build of an image, or an index, would get to see what is in any other file.
     """
     found: list[str] = []
-    _read(path, (path.parent.resolve(), Path.cwd().resolve()), found, set())
+    here = Path.cwd()
+    inside = (here,) if Path(os.path.abspath(path)).is_relative_to(here) else (path.parent.resolve(), here)
+    if not _is_inside(path, inside):
+        raise UsageError(f"cannot read {path}: it is a link out of its folder", f"use its target: {path.resolve()}")
+    _read(path, inside, found, set())
     return found
+
+
+def _is_inside(path: Path, folders: tuple[Path, ...]) -> bool:
+    return any(Path(os.path.realpath(path)).is_relative_to(folder) for folder in folders)
 
 
 def _read(path: Path, inside: tuple[Path, ...], found: list[str], seen: set[Path]) -> None:
@@ -58,7 +66,7 @@ def _read(path: Path, inside: tuple[Path, ...], found: list[str], seen: set[Path
         try:
             if not (include := INCLUDE.fullmatch(line)):
                 found.append(checked(line))
-            elif not any(Path(os.path.realpath(path.parent / include[1])).is_relative_to(folder) for folder in inside):
+            elif not _is_inside(path.parent / include[1], inside):
                 raise ValueError(f"{include[1]} is not read: it is outside of {inside[0]}")
             else:
                 _read(path.parent / include[1], inside, found, seen)

@@ -183,7 +183,7 @@ def test_nodes_must_have_no_docker_socket_and_no_unneeded_privileges(project):
             assert service["user"] == "1000:1000", name
             assert service["init"] is False and service["shm_size"] == str(1 << 30), name
             assert service["logging"]["options"] == {"max-size": "50m", "max-file": "3"}, name
-            assert service["stop_grace_period"] == "40s", name
+            assert (service["stop_grace_period"], service["stop_signal"]) == ("40s", "SIGTERM"), name
             assert service.get("runtime") == (None if name.endswith("-cpu") else "nvidia"), name
 
 

@@ -1,5 +1,7 @@
 """What .dockerignore lists must not be in containers."""
 
+import os
+
 from support.leftovers import leftovers
 
 # --- on a real engine
@@ -25,3 +27,31 @@ def test_a_thousand_files_and_folders_must_be_hidden(cli, docker_engine, nothing
     done = cli("run", "--engine", "docker", "--trainers", "1", "--gpus", "none", "--", "looks.py")
     assert done.returncode == 0, done.stderr
     assert cli.log(0).splitlines()[-3:] == ["0", "2000", "0"]
+
+
+def test_files_must_be_hidden_whatever_their_names(cli, docker_engine, nothing_left):
+    names = [
+        "a:b",
+        "a:ro",
+        "s\x85nel",
+        "s nel",
+        "s\u2028line",
+        "\ufeffmark",
+        "it's",
+        'so "so"',
+        "new\nline",
+        "$HOME",
+        " é\x01",
+    ]
+    (cli.folder / ".dockerignore").write_text("*.key\n*.dir\n")
+    for name in names:
+        (cli.folder / f"{name}.key").write_text("secret")
+        (cli.folder / f"{name}.dir").mkdir()
+        (cli.folder / f"{name}.dir" / "file").write_text("secret")
+    os.mkfifo(cli.folder / "pipe: a")
+    script = "import pathlib\nhere = pathlib.Path('/workspace')\n"
+    script += "print([path.read_text() for path in here.glob('*.key')], [*here.glob('*.dir/*')])\n"
+    (cli.folder / "looks.py").write_text(script)
+    done = cli("run", "--engine", "docker", "--trainers", "0", "--gpus", "none", "--", "looks.py")
+    assert done.returncode == 0, done.stderr
+    assert cli.log(0).splitlines() == [f"{[''] * len(names)} []"]

@@ -23,7 +23,7 @@ def document(spec: JobSpec, mounts: list[dict[str, Any]], devices: dict[str, Any
     }
     ports = {"ports": [f"127.0.0.1:{pair}" for pair in spec.ports]} if spec.ports else {}
     networks = {"networks": {"job": {"internal": True}}} if spec.isolated else {}
-    return yaml.safe_dump({"services": {"master": node | ports, "trainer": node}, **networks}, allow_unicode=True)
+    return yaml.safe_dump({"services": {"master": node | ports, "trainer": node}, **networks})
 
 
 def literal(text: str) -> str:

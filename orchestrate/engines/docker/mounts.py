@@ -183,7 +183,7 @@ def mask(code: Path, name: str, place: str, folder: bool) -> dict[str, Any]:
     target = f"{place}/{name}"
     if folder:
         return {"type": "tmpfs", "target": target, "read_only": True, "tmpfs": {"size": 4096, "mode": 0o555}}
-    return {"type": "bind", "source": os.devnull, "target": target, "read_only": True}
+    return {**bind(Path(os.devnull), target), "read_only": True}
 
 
 def _exists(path: Path) -> bool:

@@ -71,6 +71,7 @@ class DockerSession(ClientSession):
         self.dying: set[str] = set()  # ids of containers that are being stopped, but are still listed as running
         self.troubles: dict[str, str] = {}  # node: paused or partition
         self.last_listed = 0.0
+        self.stopped = never  # whether nobody waits for the workers any more
         self.guard = Guard(daemon, self.project, run, spec.ports) if wanted(spec) else None
         wants_services = spec.services and plan.job_id != plan.placement.cluster  # each job has its own
         self.services_log = JobPaths(run.parent.parent / plan.job_id).services_log
@@ -170,7 +171,7 @@ class DockerSession(ClientSession):
         if self.guard:
             self.guard.finish(self._healthy_nodes)
         self.clients.listen(0)  # earlier events are about earlier generations
-        self.seen_events = {}
+        self.seen_events, self.stopped = {}, stopped
         super().start(plan)
 
     def wait(self, timeout: float) -> Observed:
@@ -284,9 +285,14 @@ class DockerSession(ClientSession):
             return None
         container = self.nodes[node]
         if container.status == "running" and self.env["NODE_SOCKETS"]:
+
+            def comes() -> bool:
+                return not self.stopped() and self.daemon.started_recently(container, LISTEN_TIMEOUT)
+
             with contextlib.suppress(OSError, EngineError):
-                path = self.sockets / str(container.short_id)
-                return sockets.connect(path, self.key, lambda: self.daemon.started_recently(container, LISTEN_TIMEOUT))
+                return sockets.connect(self.sockets / str(container.short_id), self.key, comes)
+            if self.stopped():
+                return None
         return self.daemon.connect_by_exec(str(container.id), [self.env["NODE_PYTHON"], *PIPE], self.key)
 
     def request(self, worker: WorkerPlan, command: tuple[str, ...]) -> protocol.Start:

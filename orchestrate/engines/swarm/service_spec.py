@@ -95,6 +95,7 @@ def task(
         "CapabilityDrop": ["ALL"],
         "Privileges": {"NoNewPrivileges": True},
         "Mounts": mounts,
+        "StopSignal": "SIGTERM",  # whatever the image says
         "StopGracePeriod": container.stop_seconds(spec.grace) * NANOSECONDS,
         "Ulimits": [{"Name": "core", "Soft": 0, "Hard": 0}],
         "Secrets": [

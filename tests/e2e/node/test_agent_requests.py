@@ -217,11 +217,13 @@ def test_a_node_that_is_cut_off_must_report_it_for_the_workers_that_it_killed(tm
     node = Waiting(tmp_path, before="lease.LEASE_TIMEOUT, lease.RENEW_INTERVAL = 0.3, 0.05")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as silent:
         silent.bind(("127.0.0.1", 0))
-        node.start(0, PAUSES)
-        assert node.pipe.until("started", rank=0)
+        orphan = "import subprocess\nsubprocess.run('sleep 1000 & echo $!', shell=True, start_new_session=True)\n"
+        node.start(0, orphan + PAUSES)
+        pid, _ = eventually(lambda: len(found := node.log(0).split()) == 2 and found)
         node.pipe.ask("lease", relay=silent.getsockname())
         ended = node.pipe.until("ended", rank=0)
     assert (ended["code"], ended["hint"]) == (137, "cut off")
+    assert gone(int(pid))
     node.end()
 
 
@@ -232,6 +234,7 @@ def test_workers_started_after_a_node_was_cut_off_must_not_be_reported_as_cut_of
         ending=False,
         start=lambda command, env, cwd, done, started: callbacks.append(done),
         close_store=lambda: None,
+        end_leftovers=lambda most: None,
     )
     node = agent.Agent(loop, KEY)
     channel: Any = SimpleNamespace(send=messages.append)

@@ -1,10 +1,13 @@
 """A node must keep nothing of a job when it is cleaned for the next one, or must exit."""
 
+import fcntl
 import os
 import signal
+import sys
 
 import pytest
 from support.agents import PRELOAD, Pipe, Waiting
+from support.namespaces import possible
 from support.processes import gone
 from support.waiting import eventually
 
@@ -80,6 +83,50 @@ def test_a_node_that_was_changed_by_a_job_must_exit_instead_of_running_another(t
     assert node.node.wait(timeout=150) == 0
     assert "cannot be cleaned for another job: the job has changed" in node.out.read_text()
     node.pipe.close()
+
+
+def test_a_node_whose_zygote_was_changed_while_it_imported_must_exit(tmp_path):
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "slow.py").write_text("open('fifo').close()\n")
+    (tmp_path / "before.py").write_text(f"import os, resource\n{ZYGOTE}\n{CHANGES['small files']}\n")
+    (tmp_path / "0.py").write_text("")
+    node = Waiting(tmp_path, "slow")
+    before, env = [sys.executable, "before.py"], {"RANK": "0", "TORCHELASTIC_RESTART_COUNT": "0"}
+    node.pipe.ask("start", command=["0.py"], env=env, inherit=True, cwd=None, before=before)
+    (tmp_path / "fifo").write_text("")  # as soon as the zygote reads it
+    assert node.code(0) == 0, node.log(0)
+    node.pipe.ask("clean")
+    assert node.pipe.until("cleaned") is None
+    assert node.node.wait(timeout=150) == 0
+    node.pipe.close()
+
+
+BOUND = """
+import socket
+listener = socket.create_server(("127.0.0.2", 0))
+server = socket.socket()
+server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, {reuse})
+server.bind(("127.0.0.1", {port}))
+server.connect(listener.getsockname())
+accepted, _ = listener.accept()
+server.close()  # the end that closes first waits for a minute
+accepted.recv(1)
+"""
+ALONE = (
+    "import ctypes, subprocess\nassert not ctypes.CDLL(None).unshare(0x40000000)  # CLONE_NEWNET\n"
+    "subprocess.run(['ip', 'link', 'set', 'lo', 'up'], check=True)\n"
+)
+
+
+@pytest.mark.parametrize(("port", "reuse", "cleaned"), [(29500, 0, False), (30499, 0, False), (29500, 1, True)])
+def test_a_node_with_a_port_that_a_job_blocks_for_later_stores_must_exit(tmp_path, port, reuse, cleaned):
+    possible()
+    node = Waiting(tmp_path, before=ALONE, NODE_WIPE=str(tmp_path / "wiped"))
+    assert node.run(0, BOUND.format(port=port, reuse=reuse)) == 0, node.log(0)
+    node.pipe.ask("clean")
+    assert bool(node.pipe.until("cleaned")) == cleaned
+    node.end()
+    assert cleaned or f"sockets of the job block port {port}" in node.out.read_text()
 
 
 def test_a_zygote_must_continue_after_a_job_that_sent_it_sigstop(tmp_path):
@@ -169,3 +216,28 @@ def test_all_processes_of_the_nodes_user_must_count_as_left_over_in_a_container(
 
 def test_the_user_of_a_process_must_be_found_regardless_of_its_proc_folder():
     assert warm.user(os.getpid()) == os.geteuid() and warm.user(1 << 22) == -1
+
+
+FLOOD = """
+import fcntl, os, signal
+fcntl.fcntl(1, fcntl.F_SETPIPE_SZ, 1 << 20)
+for _ in range(6):
+    if not os.fork():
+        os.setsid()
+        signal.alarm(5)
+        try:
+            while True:
+                os.write(1, b"\\n" * 65536)
+        except BrokenPipeError:
+            signal.alarm(0)
+            open(f"{os.getpid()}.left", "w").close()
+            signal.pause()
+"""
+
+
+@pytest.mark.skipif(not hasattr(fcntl, "F_SETPIPE_SZ"), reason="only Linux can enlarge a pipe")
+def test_the_end_of_a_worker_must_be_reported_though_processes_that_it_has_left_go_on_writing(waiting):
+    assert waiting.run(0, FLOOD) == 0
+    eventually(lambda: len([*waiting.folder.glob("*.left")]) == 6)
+    waiting.pipe.ask("clean")
+    assert waiting.pipe.until("cleaned")

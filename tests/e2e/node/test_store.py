@@ -1,6 +1,7 @@
 """torch's store must be hosted by the node of rank 0, from the first connection until all workers have ended."""
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -60,6 +61,28 @@ def test_the_store_must_be_killed_with_what_workers_have_left(agent):
     assert hosts(agent.node.pid)
     agent.pipe.ask("stop", kill=True, leftovers=True)  # a worker could have taken it over
     eventually(lambda: not hosts(agent.node.pid))
+
+
+@pytest.mark.slow
+def test_workers_must_be_killed_if_their_store_ends(agent):
+    agent.start(0, CLIENT + "print('connected', flush=True)\nimport signal; signal.pause()")
+    eventually(lambda: agent.log(0))
+    (host,) = hosts(agent.node.pid)
+    os.kill(host, signal.SIGKILL)
+    assert agent.code(0) == 137
+    assert agent.log(0).endswith("[node] rank 0 is killed: the process that hosts torch's store has ended\n")
+
+
+@pytest.mark.slow
+def test_the_store_must_be_hosted_though_a_job_has_removed_the_nodes_program(tmp_path, port, monkeypatch):
+    shutil.copytree(ROOT / "orchestrate", tmp_path / "copy" / "orchestrate", ignore=shutil.ignore_patterns("*.pyc"))
+    monkeypatch.setattr("support.agents.NODE", str(tmp_path / "copy" / "orchestrate" / "node"))
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    node = Waiting(tmp_path, **variables)
+    assert node.run(0, "pass") == 0
+    shutil.rmtree(tmp_path / "copy")
+    assert node.run(1, CLIENT) == 0
+    node.end()
 
 
 def test_workers_elsewhere_must_be_able_to_connect_while_modules_are_imported(tmp_path, port):

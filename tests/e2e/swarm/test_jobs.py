@@ -45,6 +45,18 @@ def test_a_script_written_for_torchrun_must_run_unchanged(cli, swarm):
         assert cli.log(rank) == f"rank {rank} of 3: the ranks add up to 3\n", cli.report()["failures"][0]["summary"]
 
 
+def test_a_cluster_must_run_one_job_after_another(cli, swarm):
+    options = ("--engine", "swarm", "--gpus", "none", "--trainers", "1")
+    name = cli("up", *options).stdout.strip()
+    for number in range(2):
+        done = cli("run", *options, "--name", f"job-{number}", "--", "sums.py", "5", timeout=100)
+        assert done.returncode == 0, done.stderr
+        (log,) = (cli.folder / "runs").glob(f"job-{number}-*/logs/rank-1.log")
+        assert log.read_text().endswith("step 5\n")
+    assert len(cli.ps()) == 1
+    assert cli("down", name).returncode == 0
+
+
 def test_a_node_must_have_the_same_limits_and_rights_as_on_one_machine(cli, swarm):
     job = Job(cli, swarm, "--", "count.py", "100000")
     job.until_step(1, rank=3)

@@ -11,6 +11,7 @@ import yaml
 from support.exports import make_folder
 
 from orchestrate.engines.docker.labels import only
+from orchestrate.engines.docker.mounts import bind
 from orchestrate.errors import UsageError
 from orchestrate.export import compose as export_compose
 from orchestrate.export.compose import compose
@@ -154,7 +155,7 @@ def test_a_node_must_not_see_runs_git_or_ignored_files(tmp_path, monkeypatch):
     folder = {"type": "tmpfs", "read_only": True, "tmpfs": {"size": 4096, "mode": 0o555}}
     hidden = [
         folder | {"target": "/workspace/$$secrets"},
-        {"type": "bind", "source": os.devnull, "target": "/workspace/.env", "read_only": True},
+        bind(Path(os.devnull), "/workspace/.env") | {"read_only": True},
         folder | {"target": "/workspace/.git"},
         folder | {"target": "/workspace/runs"},  # which is created before the job starts
     ]

@@ -1,5 +1,7 @@
 """Requirements of a job: what is read from a requirements file, and what is refused."""
 
+from pathlib import Path
+
 import pytest
 
 from orchestrate.errors import UsageError
@@ -90,6 +92,20 @@ def test_a_file_must_not_include_files_outside_of_its_folder(tmp_path, include):
     (tmp_path / "project" / "r.txt").write_text(f"-r {include.format(outside=tmp_path / 'credentials')}")
     with pytest.raises(UsageError, match=r"r.txt:1: .*credentials is not read: it is outside of"):
         requirements.read(tmp_path / "project" / "r.txt")
+
+
+@pytest.mark.parametrize("link", ["requirements.txt", "folder"])
+def test_a_project_must_not_bring_a_link_to_a_file_outside_of_it(tmp_path, monkeypatch, link):
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / "requirements.txt").write_text("secret\n")
+    (tmp_path / "project").mkdir()
+    (tmp_path / "project" / link).symlink_to(tmp_path / "outside" / link if "." in link else tmp_path / "outside")
+    monkeypatch.chdir(tmp_path / "project")
+    path = Path(link if "." in link else f"{link}/requirements.txt")
+    with pytest.raises(UsageError, match="it is a link out of its folder") as error:
+        requirements.read(path)
+    assert str(tmp_path / "outside" / "requirements.txt") in str(error.value.hint)
+    assert requirements.read(Path("..") / "outside" / "requirements.txt") == ["secret"]  # named by the user
 
 
 def test_a_file_may_include_those_of_the_current_folder(tmp_path, monkeypatch):

@@ -103,7 +103,7 @@ def test_a_node_must_have_minimal_privileges_and_start_only_once():
     (secret,) = container["Secrets"]
     assert (secret["SecretID"], secret["SecretName"]) == ("id", "digits-1-node")
     assert secret["File"] == {"Name": "node", "UID": "7", "GID": "8", "Mode": 0o400}
-    assert container["StopGracePeriod"] == 70_000_000_000
+    assert container["StopGracePeriod"] == 70_000_000_000 and container["StopSignal"] == "SIGTERM"
     assert container["Labels"] == labels.only({"orchestrate.role": "trainer"}) | {"team": "vision"}
     assert container["Image"] == "image:1"
     assert task["LogDriver"] == {"Name": "json-file", "Options": {"max-size": "50m", "max-file": "3"}}
