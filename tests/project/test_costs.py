@@ -1,0 +1,52 @@
+"""What commands cost, as counts: a change that makes one slower is seen here, and not only in benchmarks."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+from support import costs
+from support.cli import Cli
+
+ROOM = 0.15  # part of a limit that may be left; if more is, lower the limit
+LIMITS = {
+    "--help": {"calls": 32_000, "modules": 112, "opened files": 27, "programs": 0},
+    "events": {"calls": 143_000, "modules": 240, "opened files": 146, "programs": 0},
+    "logs": {"calls": 198_000, "modules": 252, "opened files": 170, "programs": 0},
+    "run": {"calls": 393_000, "modules": 365, "opened files": 545, "programs": 5},  # local processes
+}
+SCRIPT = "import sys\nfor i in range(int(sys.argv[1])):\n    print('line', i)\n"
+RUN = ("run", "--engine", "process", "--trainers", "1", "--quiet")
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory) -> dict[str, dict[str, int]]:
+    """The costs of each command: the lowest of three runs, of which the first fills caches."""
+    cli = Cli(tmp_path_factory.mktemp("costs"))
+    (cli.folder / "steps.py").write_text(SCRIPT)
+    assert not cli(*RUN, "--name", "long", "--", "steps.py", "20000").returncode
+    job = next((cli.folder / "runs").glob("long-*")).name
+    commands = {"--help": ["--help"], "events": ["events", job], "logs": ["logs", job]}
+    commands["run"] = [*RUN, "--name", "short", "--", "steps.py", "10"]
+    return {name: least([cost(cli, command) for _ in range(3)]) for name, command in commands.items()}
+
+
+def cost(cli: Cli, command: list[str]) -> dict[str, int]:
+    file = cli.folder / "cost.json"
+    subprocess.run(
+        [sys.executable, costs.__file__, file, *command], cwd=cli.folder, env=cli.env, check=True, capture_output=True
+    )
+    return json.loads(file.read_text())
+
+
+def least(found: list[dict[str, int]]) -> dict[str, int]:
+    return {name: min(one[name] for one in found) for name in found[0]}
+
+
+@pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="the limits are those of Python 3.11")
+@pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="the limits are those of a machine without GPUs")
+@pytest.mark.parametrize(("command", "what"), [(command, what) for command in LIMITS for what in LIMITS[command]])
+def test_a_command_must_not_cost_more_than_before(measured, command, what):
+    limit = LIMITS[command][what]
+    assert (1 - ROOM) * limit <= measured[command][what] <= limit
