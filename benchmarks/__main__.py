@@ -4,6 +4,7 @@
     python -m benchmarks                all that need Docker
     python -m benchmarks gpu            all that need a GPU
     python -m benchmarks --json FILE    also write the results to FILE, replacing those of the same names
+    python -m benchmarks --compare A B  compare the results in two such files
     python -m benchmarks soak           training under random faults; see python -m benchmarks soak --help
 
 Every figure is the median of interleaved runs, with its range (lowest to highest); ratios carry over to other
@@ -21,6 +22,7 @@ import subprocess
 import sys
 import traceback
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +40,7 @@ ON_DOCKER = (
     "log-lines",
     "checkpoint",
     "time-to-accuracy",
-    "help",
+    "commands",
     "image-rebuild",
 )
 ON_GPUS = tuple(
@@ -119,6 +121,18 @@ def measured(name: str, runs: int) -> tuple[dict[str, Any], bool]:
     return {"about": about, **result}, completed
 
 
+def compared(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:
+    """Yield a row for each value that two files have: medians and their ratio, with `*` if the ranges are apart."""
+    for name in [name for name in before if name in after]:
+        values, others = before[name]["values"], after[name]["values"]
+        for what in [what for what in values if what in others]:
+            (one, unit), (two, _) = values[what], others[what]
+            first, second = statistics.median(one), statistics.median(two)
+            apart = max(one) < min(two) or max(two) < min(one)
+            ratio = f"{second / first:.2f}" if first else "-"
+            yield f"  {f'{name}: {what}':<64}{first:>10.3f} {second:>10.3f} {unit:<8} {ratio}{' *' * apart}"
+
+
 def no_gpu() -> str:
     """Why torch cannot use a GPU here; empty if it can."""
     import torch
@@ -136,7 +150,11 @@ def main() -> int:
     )
     parser.add_argument("--runs", type=int, default=5, help="runs of each benchmark (default %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="add the results to FILE")
+    parser.add_argument("--compare", type=Path, nargs=2, metavar="FILE", help="compare the results in two files")
     args = parser.parse_args()
+    if args.compare:
+        print("\n".join(compared(*(json.loads(path.read_text()) for path in args.compare))))
+        return 0
     names = [one for name in args.names for one in (ON_GPUS if name == "gpu" else [name])]
     names = list(dict.fromkeys(names)) or [*ON_DOCKER]
     if unknown := set(names) - {*NAMES}:
@@ -152,10 +170,7 @@ def main() -> int:
         code = code if completed else FAILED
         if args.json:
             old = json.loads(args.json.read_text()) if args.json.exists() else {}
-            # GPU results can come from several machines, so each has its own; all others in a file share one.
-            new = (
-                {name: result | {"machine": here, "date": date}} if name in ON_GPUS else {"machine": here, name: result}
-            )
+            new = {name: result | {"machine": here, "date": date}}
             args.json.write_text(json.dumps(old | new, indent=2) + "\n")
     return code
 

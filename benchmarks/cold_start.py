@@ -10,7 +10,7 @@ def measure(runs: int) -> dict[str, Any]:
     plain_image()
     seconds, failed = interleaved({BASELINE: bare, OURS: ours, **PEER_STARTS}, runs)
     peers = [name for name in PEER_STARTS if name in seconds]
-    ratios = {"orchestrate ÷ baseline (≤ 1.15)": ratio(seconds, OURS, [BASELINE])}
+    ratios = {"orchestrate ÷ baseline (≤ 0.75)": ratio(seconds, OURS, [BASELINE])}
     if peers:
-        ratios["orchestrate ÷ best peer (≤ 0.55)"] = ratio(seconds, OURS, peers)
+        ratios["orchestrate ÷ best peer (≤ 0.35)"] = ratio(seconds, OURS, peers)
     return {"values": {name: (found, "s") for name, found in seconds.items()}, "ratios": ratios, "failed": failed}

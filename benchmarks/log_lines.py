@@ -102,5 +102,5 @@ def measure(runs: int) -> dict[str, Any]:
     values = {name: (found, "/s") for name, found in rates.items()}
     *peers, own = (statistics.median(found) for found in rates.values())
     ratios = {"orchestrate ÷ best peer": own / max(peers)}
-    ratios["lines per second (≥ 150000)"] = own
+    ratios["lines per second (≥ 1000000)"] = own
     return {"values": values, "ratios": ratios}

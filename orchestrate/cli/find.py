@@ -28,11 +28,24 @@ if TYPE_CHECKING:
 MAX_SHOWN = 8  # jobs that an error lists
 
 
-def job_folders(runs: Path) -> list[Path]:
-    """Return the run directories of this account's jobs, without clusters."""
-    folders = [path.parent for path in sorted(runs.glob("*/plan.json")) if os.path.lexists(JobPaths(path.parent).spec)]
-    ours = [folder for folder in folders if NAME.fullmatch(folder.name) and not owners.foreign(folder)]
-    return [folder for folder in ours if not JobPaths(folder).nodes.exists()]
+def job_folders(runs: Path, ended: bool = True) -> list[Path]:
+    """Return the run directories of this account's jobs, without clusters; without `ended`, of those with no report."""
+    found = [paths for paths in _folders(runs) if ended or not os.path.lexists(paths.report)]
+    return [paths.root for paths in found if _is_job(paths)]
+
+
+def _folders(runs: Path) -> list[JobPaths]:
+    """Return what is in the folder of jobs, which may not exist, in the order of names."""
+    try:
+        return [JobPaths(runs / name) for name in sorted(os.listdir(runs))]
+    except OSError:
+        return []
+
+
+def _is_job(paths: JobPaths) -> bool:
+    """Whether a folder is the run directory of a job of this account, and not of a cluster."""
+    named = NAME.fullmatch(paths.root.name) and os.path.exists(paths.plan) and os.path.lexists(paths.spec)
+    return bool(named) and not owners.foreign(paths.root) and not paths.nodes.exists()
 
 
 def find(args: argparse.Namespace, engines: list[Engine]) -> Path:
@@ -80,10 +93,10 @@ def _matches(args: argparse.Namespace, engines: list[Engine]) -> tuple[dict[str,
 
 def latest(runs: Path, shown: Path) -> str:
     """Return this account's newest job; raises UsageError if there is none."""
-    ours = [JobPaths(folder) for folder in job_folders(runs) if records.find(folder)]
-    if not ours:
-        raise UsageError(f"no jobs in {shown}", "use --runs to select another folder")
-    return _newest(ours)[0].root.name
+    for paths in _newest(_folders(runs)):
+        if _is_job(paths) and records.find(paths.root):
+            return paths.root.name
+    raise UsageError(f"no jobs in {shown}", "use --runs to select another folder")
 
 
 def resolve_runs(args: argparse.Namespace) -> None:
@@ -125,9 +138,10 @@ def created_at(paths: JobPaths) -> float:
 
 def paths_of(args: argparse.Namespace) -> JobPaths:
     """Return the files of the job that `args.job` names; ask the engines only if `--runs` does not have it."""
-    folder = args.runs / args.job
-    local = folder.joinpath("plan.json").exists() and not owners.foreign(folder) and records.find(folder)
-    return JobPaths(find(args, [] if local else choice.available_engines()))
+    paths = JobPaths(args.runs / args.job)
+    if _is_job(paths) and records.find(paths.root):
+        return paths  # without a look at thousands of others
+    return JobPaths(find(args, choice.available_engines()))
 
 
 def engine_of(spec: JobSpec, plan: Plan) -> Engine:

@@ -55,7 +55,7 @@ def current(runs: Path) -> Iterator[Listed]:
                 if lock.holder(paths):
                     shown.add(paths.root.name)
                     yield from _supervised(paths, f"running on {state.job_id}")
-    for folder in job_folders(runs):
+    for folder in job_folders(runs, ended=False):
         if folder.name not in shown and lock.holder(JobPaths(folder)):
             yield from _supervised(JobPaths(folder), "running")
 

@@ -27,6 +27,10 @@ def measured(tmp_path_factory) -> dict[str, dict[str, int]]:
     (cli.folder / "steps.py").write_text(SCRIPT)
     assert not cli(*RUN, "--name", "long", "--", "steps.py", "20000").returncode
     job = next((cli.folder / "runs").glob("long-*")).name
+    for number in range(100):  # others, which a command for one job must not look at
+        (other := cli.folder / "runs" / f"other-{number:04}").mkdir()
+        for name in ("plan.json", "job.yaml", "report.json"):
+            shutil.copy(cli.folder / "runs" / job / name, other)
     commands = {"--help": ["--help"], "events": ["events", job], "logs": ["logs", job]}
     commands["run"] = [*RUN, "--name", "short", "--", "steps.py", "10"]
     return {name: least([cost(cli, command) for _ in range(3)]) for name, command in commands.items()}
