@@ -51,10 +51,10 @@ def current(runs: Path) -> Iterator[Listed]:
             shown.add(state.job_id)
             facts = (state.job_id, state.engine, state.nodes, status, state.paths.root, created_at(state.paths))
             yield Listed(*facts, metrics=_metrics(state.paths))
-            for paths in run_dir.on_cluster(state.paths.root.parent, state.job_id) if state.cluster and busy else ():
-                if lock.holder(paths):
+            for paths in run_dir.on_cluster(state.paths.root.parent, state.job_id) if state.cluster else ():
+                if (holder := lock.holder(paths)) or not os.path.lexists(paths.report):
                     shown.add(paths.root.name)
-                    yield from _supervised(paths, f"running on {state.job_id}")
+                    yield from _supervised(paths, f"{'running' if holder else 'no supervisor,'} on {state.job_id}")
     for folder in job_folders(runs, ended=False):
         if folder.name not in shown and lock.holder(JobPaths(folder)):
             yield from _supervised(JobPaths(folder), "running")

@@ -20,7 +20,7 @@ from pathlib import Path
 from orchestrate.console import print_message
 from orchestrate.engines.build_output import follow
 from orchestrate.errors import ResourceError
-from orchestrate.host import private
+from orchestrate.host import owners, private
 from orchestrate.plan.plan import pluralize
 from orchestrate.spec import requirements
 
@@ -49,6 +49,7 @@ def create(lines: list[str]) -> None:
     folder = interpreter.parents[1]
     requirements.variables(lines)
     try:
+        owners.cache(CACHE)
         private.make(folder.parent)
         with open(folder.with_suffix(".lock"), "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # another run may be creating it

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from orchestrate.errors import UsageError
 from orchestrate.files.folder import visited
-from orchestrate.host import users
+from orchestrate.host import private, users
 
 ACL_USER, ACL_GROUP, ACL_WRITE = 2, 8, 2  # tags and a permission in Linux access control lists
 
@@ -33,7 +33,11 @@ def foreign(run: Path) -> str:
     return "other users can write to it" if status.st_mode & 0o022 else ""
 
 
-def check(runs: Path) -> Path:
+def check(
+    runs: Path,
+    what: str = "jobs",
+    hint: str = "use --runs to name a folder that only root can change, such as --runs /root/runs",
+) -> Path:
     """Resolve the folder of run directories; raises UsageError if the caller is root and another account can change it.
 
     An account that can change a folder in the path, or owns a link there, could redirect root while a job runs, and
@@ -52,11 +56,21 @@ def check(runs: Path) -> Path:
         except FileNotFoundError:
             continue
         if who := _changer(here, status, trusted):
-            raise UsageError(
-                f"root cannot keep jobs in {Path.cwd() / runs}: {who} can change {here}",
-                "use --runs to name a folder that only root can change, such as --runs /root/runs",
-            )
+            raise UsageError(f"root cannot keep {what} in {Path.cwd() / runs}: {who} can change {here}", hint)
     return here
+
+
+def cache(kind: str) -> Path:
+    """Return the folder of a kind of cached files, which may not exist yet: they are executed, for example.
+
+    Raises UsageError if another account can change it.
+    """
+    path = private.cache(kind)
+    for folder in (path.parent, path):
+        if why := foreign(folder):
+            raise UsageError(f"{folder} cannot be used as a cache: {why}", "set XDG_CACHE_HOME to a folder of yours")
+    check(path, "a cache", "set XDG_CACHE_HOME to a folder that only root can change")
+    return path
 
 
 def make(runs: Path) -> None:

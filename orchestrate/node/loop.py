@@ -42,7 +42,7 @@ class Loop:
         self.timers: list[tuple[float, Callable[[], None]]] = []
         self.zygote: Zygote | None = None
         self.adopting = adopt_orphans()  # so that no orphan outlives the node
-        self.limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self.rights = _rights()
         self.workers: list[Worker] = []
         self.held: Worker | None = None  # a command that other workers wait for
         self.store: Store | None = None  # torch's store, once rank 0 has started here
@@ -222,7 +222,7 @@ class Loop:
             if stdout.flush():  # the reader of stdout is slow: try again soon
                 first = min(FLUSH_INTERVAL, first)
             ready = self.selector.select(max(0.0, min(first, MAX_WAIT)))
-            self._keep_limit()
+            self._keep_rights()
             for key, _ in ready:
                 key.data()
             now = self.time()
@@ -237,19 +237,20 @@ class Loop:
         self.finish()
         stdout.flush(last=True)
 
-    def _keep_limit(self) -> None:
-        """Kill all processes of a container in which one has changed our limit of descriptors: we could not read.
+    def _keep_rights(self) -> None:
+        """Kill all processes of a container in which one has changed what we need to answer, before it is too late.
 
-        With so few that this cannot be undone, the node ends.
+        With so few descriptors that this cannot be undone, the node ends.
         """
-        if self.limit == (now := resource.getrlimit(resource.RLIMIT_NOFILE)):
+        if self.rights == (now := _rights()):
             return
-        print_message(f"a process has changed the node's limit of descriptors to {now[0]}")
+        print_message("a process has changed the node's priority or its limit of descriptors")
         _kill_others()
+        most = now[0][1]
         with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (now[1], now[1]))  # the second one cannot be raised again
-        self.limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if 0 <= self.limit[1] < MIN_DESCRIPTORS:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # the second one cannot be raised again
+        self.rights = _rights()
+        if 0 <= most < MIN_DESCRIPTORS:
             self.stop(end=True)
 
     def changed(self) -> bool:
@@ -356,6 +357,12 @@ class Loop:
                     os.waitpid(pid, os.WNOHANG)  # one that is traced ends only after its tracer
             time.sleep(0.001)
         return True
+
+
+def _rights() -> tuple[tuple[int, int], int, int]:
+    """Our limits of descriptors, our priority and our scheduler, which our user can change."""
+    scheduler = os.sched_getscheduler(0) if hasattr(os, "sched_getscheduler") else 0
+    return resource.getrlimit(resource.RLIMIT_NOFILE), os.getpriority(os.PRIO_PROCESS, 0), scheduler
 
 
 def _kill_others() -> None:

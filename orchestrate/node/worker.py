@@ -47,6 +47,7 @@ class Worker:
         self.command, self.env, self.cwd = expanded(command, env), {"PYTHONFAULTHANDLER": "1"} | env, cwd
         self.done, self.started = done, started
         self.stopping = False  # whether it has been asked to stop
+        self.closed = False
         self.cancelled: int | None = None  # the exit code if it was ended before it started
         self.partial = b""
         self.process: subprocess.Popen[bytes] | Forked | None = None
@@ -145,6 +146,8 @@ class Worker:
         if self.process is None:
             self.cancelled = self.cancelled or 128 + number
             return
+        if self.closed:  # another process may have its id
+            return
         with contextlib.suppress(ProcessLookupError, PermissionError):
             if number == signal.SIGKILL:
                 os.killpg(self.process.pid, number)
@@ -158,7 +161,7 @@ class Worker:
         self._drain()
         self._write(b"")
         self.log.close()
-        code = self.poll()
+        code, self.closed = self.poll(), True
         assert code is not None
         self.done(code)
 

@@ -34,15 +34,16 @@ def with_absolute(spec: JobSpec) -> JobSpec:
     """Return the spec with absolute paths, so that it means the same in any folder; raises UsageError for bad paths."""
     data = {name: path if is_url(path) else _data(name, path) for name, path in spec.data.items()}
     mounts = [_absolute(text) for text in spec.mounts]
-    secrets = {name: source if source == OF_SHELL else _path(source) for name, source in spec.files.items()}
+    files = spec.files.items()
+    secrets = {name: source if source == OF_SHELL else _inside(source, f"secrets.{name}") for name, source in files}
     return dataclasses.replace(
         spec,
-        source=spec.source if not spec.source or spec.source.startswith(GIT) else _path(spec.source),
+        source=spec.source if not spec.source or spec.source.startswith(GIT) else _inside(spec.source, "source"),
         data=data,
         mounts=mounts,
         secrets=spec.secrets | secrets,
         dockerfile=spec.dockerfile and _path(spec.dockerfile),
-        services=spec.services and _existing(spec.services, "services", folder=False),
+        services=spec.services and _existing(_inside(spec.services, "services"), "services", folder=False),
     )
 
 
@@ -55,8 +56,27 @@ def _path(text: str) -> str:
     return os.path.abspath(os.path.expanduser(text))
 
 
+def _inside(text: str, key: str) -> str:
+    """Return an absolute path; raises UsageError if a relative one leads out of the current folder by a link.
+
+    The link may have come with a project, whose code would get to see what its user did not name.
+    """
+    path = _path(text)
+    if not text.startswith(("/", "~")) and (real := led_out(path)):
+        raise UsageError(f"{key}: {text} leads to {real}, out of the current folder", "name that, if you mean it")
+    return path
+
+
+def led_out(path: str) -> str:
+    """Return where a path in the current folder leads, if that is outside of it; empty for others."""
+    here, real = Path.cwd(), Path(os.path.realpath(path))
+    return str(real) if Path(path).is_relative_to(here) and not real.is_relative_to(here) else ""
+
+
 def _absolute(text: str) -> str:
     source, target, mode = _parts(text)
+    if mode == "rw":
+        _inside(source, "mounts")
     return f"{_existing(source, 'mounts', folder=False)}:{target}:{mode}"
 
 

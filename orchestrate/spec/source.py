@@ -18,7 +18,7 @@ from orchestrate.console import during, print_message
 from orchestrate.dataclass import dataclass
 from orchestrate.errors import ResourceError, UsageError
 from orchestrate.files.folder import ENTER, ROOT
-from orchestrate.host import private, writable
+from orchestrate.host import owners, private, writable
 from orchestrate.spec import redact
 from orchestrate.spec.spec import JobSpec
 
@@ -108,9 +108,10 @@ def _hint(spec: JobSpec) -> str:
 def check_out(repository: Repository) -> Path:
     """Return the folder with a revision, fetched unless it is a commit that is there; raises ResourceError."""
     cache = repository.cache
-    if COMMIT.fullmatch(repository.revision) and (cache / repository.revision).is_dir():
-        return cache / repository.revision
     try:
+        owners.cache(CACHE)
+        if COMMIT.fullmatch(repository.revision) and (cache / repository.revision).is_dir():
+            return cache / repository.revision
         private.make(cache)
         with open(cache / "lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # another run may be fetching it

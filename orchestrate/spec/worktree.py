@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrate.errors import UsageError
-from orchestrate.files.folder import regular
+from orchestrate.files.folder import content, regular
 from orchestrate.host import private, writable
 from orchestrate.spec.source import CACHE, COMMIT, PLAIN, environment
 
@@ -88,6 +88,24 @@ def _status(folder: Path) -> str:
     return f"{commit}-dirty" if changed else commit
 
 
+def _is_its_own(tree: Path, env: dict[str, str]) -> bool:
+    """Whether the repository of a working tree names that tree: `.git` may have come with a project, and name any.
+
+    That of a linked working tree has a file with the path of `.git`, and that of a submodule a setting.
+    """
+    git = tree / ".git"
+    if git.is_symlink() or git.is_dir():
+        return not git.is_symlink()
+    there = Path(os.fsdecode(_output(["rev-parse", "--absolute-git-dir"], tree, env, MAX_OUTPUT)).rstrip("\n"))
+    found = []
+    with contextlib.suppress(OSError):
+        found.append((there / content(there / "gitdir").rstrip("\n")).parent)
+    with contextlib.suppress(OSError):
+        setting = _output(["config", "--file", str(there / "config"), "core.worktree"], tree, env, MAX_OUTPUT)
+        found.append(there / os.fsdecode(setting).rstrip("\n"))
+    return tree.resolve() in [path.resolve() for path in found]
+
+
 @contextlib.contextmanager
 def _repository(folder: Path) -> Iterator[tuple[str, dict[str, str]]]:
     """Yield the commit of the repository that a folder is in, and variables for git to compare its working tree.
@@ -102,6 +120,8 @@ def _repository(folder: Path) -> Iterator[tuple[str, dict[str, str]]]:
     if tree is None:
         raise FileNotFoundError(errno.ENOENT, "no repository", str(folder))
     env = {"GIT_WORK_TREE": str(tree)}
+    if not _is_its_own(tree, env):
+        raise ValueError(f"{tree / '.git'} leads to a repository with another working tree")
     told = _output(["rev-parse", "HEAD", "--git-path", "objects", "--git-path", "index"], folder, env, MAX_OUTPUT)
     commit, objects, index = os.fsdecode(told).splitlines()
     for path in (tree / ".git", folder / objects, folder / index):

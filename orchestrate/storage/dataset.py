@@ -17,7 +17,7 @@ from pathlib import Path
 
 from orchestrate.errors import StorageError, StorageLost
 from orchestrate.files.folder import content, write_whole
-from orchestrate.host import private
+from orchestrate.host import owners, private
 from orchestrate.spec.folders import cached_data
 from orchestrate.storage.base import MAX_LEVELS, Store, Version
 from orchestrate.storage.fetch import Progress, never, retry
@@ -38,6 +38,7 @@ def fetch(
     """
     folder = cached_data(store.url).parent
     try:
+        owners.cache("data")
         private.make(folder)
         with open(folder / "lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # another run may be fetching it

@@ -40,6 +40,7 @@ class StoreCopies(NoCopies):
     emit: Recorder
     mirror: Mirror | None = None
     warned: set[str] = field(default_factory=set)
+    copying: tuple[Progress, Callable[[], bool]] | None = None  # how far the output is copied, and whether to give up
 
     def begin(self, stopped: Callable[[], bool]) -> None:
         """Fetch the newest checkpoints if no worker has ever started, and begin to copy; raises OrchestrateError.
@@ -85,7 +86,7 @@ class StoreCopies(NoCopies):
         if self.spec.output:
             store, paths, hide = open_store(self.spec.output), self.paths, self.spec.mask()
             files = (paths.report, paths.page, paths.events, paths.spec, paths.plan, paths.patch)
-            progress = Progress()
+            progress, over = self.copying or self._copying()  # no second patience with a store that is too slow
 
             def put(path: Path) -> None:
                 if path == paths.spec:  # it has the command as it is; YAML may escape and fold a secret
@@ -96,7 +97,6 @@ class StoreCopies(NoCopies):
                 progress.copied(path.name)
 
             try:
-                over = self._over(progress)
                 stoppable(over, each, put, filter(Path.exists, files), over)
             except Stopped:
                 raise StorageError(f"{store.url} has not stored all of the record in time") from None
@@ -111,6 +111,10 @@ class StoreCopies(NoCopies):
         """Return a function that is true once copying is to end: after another stop request, or without progress."""
         stops, stall = self.stops(), Stall(self.emit.clock, NO_PROGRESS)
         return lambda: self.stops() > stops or stall.seen(progress.count)
+
+    def _copying(self) -> tuple[Progress, Callable[[], bool]]:
+        progress = Progress()
+        return progress, self._over(progress)
 
     def _end_mirror(self, mirror: Mirror) -> Copied:
         over = self._over(mirror.progress)
@@ -130,8 +134,8 @@ class StoreCopies(NoCopies):
             store = open_store(self.spec.output)
         except OrchestrateError as failure:
             return Copied("output", self.spec.output, 0, str(failure), failure.hint, [])
-        name, progress = self.paths.root.name, Progress()
-        over = self._over(progress)
+        name = self.paths.root.name
+        self.copying = progress, over = self._copying()
         done: set[str] = set()
         skipped: dict[str, str] = {}
         error = StorageError("copying was stopped")

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shlex
 import shutil
 import stat
 from pathlib import Path
@@ -131,31 +130,6 @@ def declared(docker_engine):
     docker("rm", node)
     yield name
     docker("image", "rm", name)
-
-
-NO_NODE = """#!/bin/sh
-case "$*" in *sys.stdout.write*) printf '3 11';; *) trap '' TERM; while :; do sleep 1; done;; esac
-"""
-
-
-@pytest.fixture
-def without_a_node(docker_engine):
-    """An image whose Python runs no node, and does not end when asked."""
-    name = f"no-node-{os.getpid():x}:1"
-    put = f"p=$(command -v python) && rm $p && printf %s {shlex.quote(NO_NODE)} > $p && chmod 755 $p"
-    node = docker("create", "--user", "0:0", "--entrypoint", "bash", IMAGE, "-c", put).strip()
-    docker("start", "--attach", node)
-    docker("commit", "--change", "STOPSIGNAL SIGCONT", node, name)
-    docker("rm", node)
-    yield name
-    docker("image", "rm", name)
-
-
-def test_a_job_whose_nodes_never_listen_must_end_at_its_time_limit(cli, without_a_node, nothing_left):
-    options = ("--engine", "docker", "--trainers", "0", "--gpus", "none", "--image", without_a_node)
-    limits = ("--max-run", "3s", "--set", "grace=1s")
-    done = cli("run", *options, *limits, "--", "sums.py", timeout=50)  # a node may take a minute to listen
-    assert done.returncode == 124 and "max_run was reached" in done.stderr, done.stderr
 
 
 def test_files_in_an_image_volume_must_not_reach_the_next_job_or_outlive_the_cluster(

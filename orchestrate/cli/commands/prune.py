@@ -18,7 +18,7 @@ from orchestrate.cli.listing import ended_at
 from orchestrate.cli.parser import Parser
 from orchestrate.console import out, print_message
 from orchestrate.files import folder as folders
-from orchestrate.host import private, records
+from orchestrate.host import owners, records
 from orchestrate.plan.plan import pluralize
 from orchestrate.record import run_dir
 from orchestrate.record.paths import JobPaths
@@ -73,7 +73,7 @@ def _caches() -> Iterator[tuple[Path, Callable[[], None]]]:
     """Yield what is cached, except what a job of this account uses that has not ended."""
     using = _used()
     for kind in CACHES:
-        folder = private.cache(kind)
+        folder = owners.cache(kind)
         for cached in sorted(filter(Path.is_dir, folder.iterdir())) if folder.is_dir() else ():
             if user := next((user for path, user in using.items() if path.is_relative_to(cached)), None):
                 print_message(f"{cached} is kept: job {user} has not ended")

@@ -29,7 +29,7 @@ from orchestrate.plan.plan import Inventory, Placement, Plan, plan
 from orchestrate.record import lock, run_dir
 from orchestrate.record.paths import JobPaths
 from orchestrate.show.feed import Feed
-from orchestrate.spec import worktree
+from orchestrate.spec import folders, worktree
 from orchestrate.spec.spec import APP, JobSpec
 from orchestrate.supervise import launch, stores
 
@@ -116,6 +116,9 @@ def _plan(args: argparse.Namespace, spec: JobSpec, inventory: Inventory, placeme
     job_plan = plan(spec, inventory, placement, paths.root.name, port(placement.network, 0))
     if args.script is None and not args.file and spec.command == APP and Path.cwd() != PROJECT:
         print_message(f"no script given: this is the example, {APP[1]}; yours: {args.command} SCRIPT.py")
+    for mount in folders.mounts(spec):
+        if real := folders.led_out(mount.source):
+            print_message(f"{mount.target} in nodes is {real}: {mount.source} is a link")
     if not placement.keep:  # otherwise said before its nodes were started
         cluster.warn_of_crowd(job_plan)
     return job_plan

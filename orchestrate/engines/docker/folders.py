@@ -10,7 +10,7 @@ from typing import Any
 from orchestrate.engines.docker import mounts
 from orchestrate.errors import UsageError
 from orchestrate.files.paths import JOB, SYSTEM, is_text
-from orchestrate.host import records, users, writable
+from orchestrate.host import private, records, users, writable
 from orchestrate.host.mountinfo import is_kernels, kernels, paths
 from orchestrate.spec.folders import Mount
 from orchestrate.spec.folders import mounts as wanted_mounts
@@ -35,6 +35,9 @@ def given_mounts(spec: JobSpec, runs: Path) -> list[dict[str, Any]]:
     for mount in wanted_mounts(spec):
         source = writable.resolved(mount.source)
         _check_source(source, runs, spec)
+        if mount.writable and any(source in (each, *each.parents) or each in source.parents for each in _caches()):
+            hint = "mount a folder in it that is not orchestrate's, or read-only"
+            raise UsageError(f"{source} cannot be mounted writable: orchestrate runs programs from its cache", hint)
         _check_target(mount, targets)
         targets.append(mount.target)
         found.append({**mounts.bind(source, mount.target), "read_only": not mount.writable})
@@ -70,6 +73,12 @@ def _check_source(source: Path, runs: Path, spec: JobSpec) -> None:
         raise UsageError(
             f"nodes run as user {user[0]}, who cannot read {source}", f"chmod -R a+rX {source}; or --set user=root"
         )
+
+
+def _caches() -> tuple[Path, ...]:
+    """Return the folder of all caches, by the path that is used and by its real one."""
+    cache = private.cache("")
+    return cache, cache.resolve()
 
 
 def _is_output(source: Path, runs: Path) -> bool:

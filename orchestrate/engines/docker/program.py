@@ -8,7 +8,7 @@ from pathlib import Path
 
 from orchestrate.errors import EngineError
 from orchestrate.files.paths import NODE, PACKAGE
-from orchestrate.host import private, users
+from orchestrate.host import owners, private, users
 from orchestrate.plan import container
 from orchestrate.spec.spec import JobSpec
 
@@ -42,7 +42,7 @@ def folder(spec: JobSpec) -> Path:
 def _copied() -> Path:
     """Return the copy of the program in the cache, which only this user can change; raises OSError."""
     contents = {path.relative_to(PACKAGE): path.read_bytes() for path in files()}
-    cache = private.cache(CACHE)
+    cache = owners.cache(CACHE)
     copy = cache / hashlib.sha256(repr(contents).encode()).hexdigest()[:16]
     private.make(cache)
     if not copy.is_dir():

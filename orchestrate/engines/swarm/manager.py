@@ -116,6 +116,7 @@ class Manager:
                 left = [name for _, name, _ in objects] + [f"{task['Name']} on {self.host(task)}" for task in waiting]
                 stuck = stuck or f"could not remove {', '.join(left)}"
                 raise EngineError(stuck, f"python -m orchestrate stop {job_id}")
+            stuck = ""
             for kind, name, remove in objects:
                 try:
                     with self.daemon.translating_errors(f"could not remove the {kind} {name}"):

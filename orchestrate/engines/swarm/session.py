@@ -39,6 +39,7 @@ SILENT_AFTER = 6.0  # seconds without a message until a node counts as silent
 START_TIMEOUT, PULL_TIMEOUT = 120.0, 3600.0
 PENDING_TIMEOUT = 8.0  # seconds that a task may be pending, and during which tasks that fail to start are replaced
 NODE_END_TIMEOUT = 2.0  # seconds for a node without workers to end
+UNCLEAN_TIMEOUT = 20.0  # seconds for a node that cannot be cleaned to end, as Swarm reports it
 # Seconds for a node to accept a connection, at first and later.
 FIRST_CONNECT_TIMEOUT, RECONNECT_TIMEOUT = 20.0, 2.0
 HOST_DOWN_TIMEOUT = 25.0  # seconds until Swarm reports that a host is down; it needs 15
@@ -209,7 +210,12 @@ class SwarmSession(ClientSession):
             self.sync.close()
             self.sync = None
         if self.persistent:
-            self.discard(self.clients.clean(self._update_nodes()))
+            unclean = self.clients.clean(self._update_nodes())
+            self.discard(unclean)
+            if not wait_until(lambda: not self._any_runs(self.nodes, unclean), UNCLEAN_TIMEOUT, self.clock, 0.2):
+                names = ", ".join(sorted(unclean))
+                why = f"{names} could not be cleaned: what the job has started may still run there"
+                raise EngineError(why, f"python -m orchestrate down {self.swarm.project}")
         else:
             self._remove(grace)
 

@@ -343,7 +343,7 @@ def test_a_worker_whose_main_thread_has_ended_must_be_killed_after_the_grace_per
         "import ctypes, signal, threading\nthreading.Thread(target=signal.pause).start()\nprint('there', flush=True)\n"
     )
     node.start(0, goes_on + "ctypes.CDLL(None).pthread_exit(None)")
-    eventually(lambda: node.log(0))
+    eventually(lambda: node.status()["running"]["0"]["state"] == "Z")
     node.pipe.ask("stop", kill=False)
     assert node.code(0) == 137
     node.end()

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from support.processes import die_with_parent
 from support.repo import ROOT
 from support.waiting import eventually
 
+from orchestrate.engines import node_clients
 from orchestrate.engines.base import Stop
 from orchestrate.engines.connection import NodeConnection
 from orchestrate.engines.ports import free_port
@@ -244,7 +246,9 @@ def test_a_supervisor_that_takes_over_must_find_the_workers_and_their_files(loca
     assert not stub.services
 
 
-def test_nodes_of_a_cluster_must_outlive_a_job_and_keep_its_files_separate(local_hosts, stub):
+@pytest.fixture
+def on_cluster(local_hosts):
+    """A session of a job on a cluster with one node, the job's plan, and its files."""
     spec = JobSpec(trainers=0, grace=1.0)
     job_plan = local_hosts.plan(spec)
     of_cluster = Site(job_plan.inventory, job_plan.placement).but(cluster="j", job_dir="job/of-a-job")
@@ -256,12 +260,34 @@ def test_nodes_of_a_cluster_must_outlive_a_job_and_keep_its_files_separate(local
     local_hosts.run = cluster.nodes
     engine = local_hosts.engine(spec, job)
     engine.up(job)
+    return engine, job, job_paths
+
+
+def test_nodes_of_a_cluster_must_outlive_a_job_and_keep_its_files_separate(local_hosts, stub, on_cluster):
+    engine, job, job_paths = on_cluster
     started(engine, job, "0")
     assert ends(engine, 1) == {0: 0}
-    assert job_paths.log(0).exists() and not (cluster.nodes / "logs").exists()
+    assert job_paths.log(0).exists() and not (local_hosts.paths.nodes / "logs").exists()
     engine.down(1.0)
     assert stub.services and stub.containers
     assert local_hosts.nodes[stub.task("master")["ID"]].poll() is None
+
+
+def test_a_node_of_a_cluster_that_cannot_be_cleaned_and_does_not_end_must_be_reported(
+    local_hosts, stub, on_cluster, monkeypatch
+):
+    engine, job, _ = on_cluster
+    started(engine, job, "0")
+    assert ends(engine, 1) == {0: 0}
+    monkeypatch.setattr(node_clients, "ANSWER_TIMEOUT", 0.5)
+    monkeypatch.setattr(swarm_module, "UNCLEAN_TIMEOUT", 0.5)
+    engine.sync.close()
+    engine.sync = None
+    node = local_hosts.nodes[stub.task("master")["ID"]]
+    node.send_signal(signal.SIGSTOP)
+    with pytest.raises(EngineError, match="master could not be cleaned: what the job has started may still run there"):
+        engine.down(1.0)
+    node.send_signal(signal.SIGCONT)
 
 
 def test_an_unreachable_node_must_be_reported_and_no_longer_used(local_hosts, stub):

@@ -317,12 +317,12 @@ def test_ps_must_show_running_idle_and_unsupervised_jobs(do, engine, tmp_path):
         ["runs", "docker", "3"],
         ["cluster", "docker", "3"],
         ["used", "docker", "3"],
+        ["left-on-used", "docker", "3"],
         ["on-used", "docker", "3"],
         ["new", "docker", "0"],
     ]
-    for row, state in zip(
-        rows[1:], ["no supervisor", "running", "idle, holds 3 MiB", "in use", "running on used", "running"]
-    ):
+    on_used = ["no supervisor, on used", "running on used"]
+    for row, state in zip(rows[1:], ["no supervisor", "running", "idle, holds 3 MiB", "in use", *on_used, "running"]):
         assert row[3].startswith(f"{state} ") and row[3].endswith(str(tmp_path / row[0]))
 
 

@@ -308,3 +308,23 @@ def test_circular_links_must_be_refused(tmp_path):
     (tmp_path / "b").symlink_to("a/c")
     with pytest.raises(OSError, match="Too many levels"):
         owners.check(tmp_path / "a")
+
+
+@needs_root
+@pytest.mark.parametrize("place", ["cache", "cache/orchestrate", "cache/orchestrate/sources"])
+def test_a_cache_that_another_account_can_change_must_not_be_used(tmp_path, monkeypatch, place):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "cache" / "orchestrate" / "sources").mkdir(parents=True)
+    assert owners.cache("sources") == tmp_path / "cache" / "orchestrate" / "sources"
+    os.chown(tmp_path / place, NOBODY, 0)
+    with pytest.raises(UsageError) as error:
+        owners.cache("sources")
+    assert error.value.hint.startswith("set XDG_CACHE_HOME to a folder")
+
+
+def test_a_link_must_not_be_used_as_a_cache(tmp_path, monkeypatch, do):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "cache" / "orchestrate").mkdir(parents=True)
+    (tmp_path / "victim" / "data").mkdir(parents=True)
+    (tmp_path / "cache" / "orchestrate" / "data").symlink_to(tmp_path / "victim")
+    assert do("prune", "--caches")[0] == 2 and (tmp_path / "victim" / "data").exists()

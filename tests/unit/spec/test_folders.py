@@ -133,6 +133,44 @@ def test_the_file_of_services_must_be_found_from_any_folder(tmp_path, monkeypatc
         with_absolute(resolve({"services": "none.yaml"}))
 
 
+LINKED = [{"mounts": "there:/x:rw"}, {"secrets": {"A": "there"}}, {"source": "there"}, {"services": "there"}]
+
+
+@pytest.mark.parametrize("given", LINKED, ids=lambda given: next(iter(given)))
+def test_a_project_must_not_bring_a_link_that_leads_out_of_it(tmp_path, monkeypatch, given):
+    (tmp_path / "outside").touch()
+    (tmp_path / "project").mkdir()
+    (tmp_path / "project" / "there").symlink_to("../outside")
+    monkeypatch.chdir(tmp_path / "project")
+    with pytest.raises(UsageError, match=f"there leads to {tmp_path}/outside, out of the current folder"):
+        with_absolute(resolve(given))
+    (tmp_path / "project" / "there").unlink()
+    (tmp_path / "project" / "inside").touch()
+    (tmp_path / "project" / "there").symlink_to("inside")
+    assert f"{tmp_path}/project/there" in str(with_absolute(resolve(given)))
+
+
+def test_where_a_link_to_data_leads_must_be_known(tmp_path, monkeypatch):
+    for name in ("outside", "project"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "project" / "data").symlink_to("../outside")
+    monkeypatch.chdir(tmp_path / "project")
+    (mount,) = job_folders.mounts(with_absolute(resolve({"data": {"train": "data"}})))
+    assert job_folders.led_out(mount.source) == str(tmp_path / "outside")
+    assert job_folders.led_out(f"{tmp_path}/project") == job_folders.led_out(f"{tmp_path}/outside") == ""
+
+
+@pytest.mark.parametrize("name", ["", "orchestrate", "orchestrate/sources"])
+def test_a_job_must_not_write_to_caches_that_the_next_one_executes(tmp_path, monkeypatch, name):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for folder in ("orchestrate/sources", "other"):
+        (tmp_path / "cache" / folder).mkdir(parents=True, exist_ok=True)
+    with pytest.raises(UsageError, match="cannot be mounted writable: orchestrate runs programs from its cache"):
+        mounted({"mounts": f"{tmp_path}/cache/{name}:/x:rw"}, tmp_path / "runs")
+    assert mounted({"mounts": f"{tmp_path}/cache/{name}:/x"}, tmp_path / "runs")
+    assert mounted({"mounts": f"{tmp_path}/cache/other:/x:rw"}, tmp_path / "runs")
+
+
 def test_paths_must_mean_the_same_in_any_folder_and_urls_must_stay(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))

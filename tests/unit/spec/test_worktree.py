@@ -80,6 +80,22 @@ exit $code
     assert not (tmp_path / "evil").exists()
 
 
+@pytest.mark.parametrize("kind", ["link", "file"])
+def test_the_repository_of_another_working_tree_must_not_be_asked(repository, tmp_path, kind):
+    (tmp_path / "project").mkdir()
+    git = tmp_path / "project" / ".git"
+    git.symlink_to(repository / ".git") if kind == "link" else git.write_text(f"gitdir: {repository / '.git'}\n")
+    assert worktree.revision(tmp_path / "project")() == worktree.changes(tmp_path / "project") == ""
+
+
+def test_the_repository_of_a_submodule_must_be_asked(repository, tmp_path):
+    git = ["git", "-C", str(repository), "-c", "protocol.file.allow=always", "submodule", "--quiet", "add"]
+    shutil.copytree(repository, tmp_path / "other")
+    subprocess.run([*git, str(tmp_path / "other"), "below"], check=True)
+    (repository / "below" / "train.py").write_text("x\n")
+    assert worktree.revision(repository / "below")().endswith("-dirty")
+
+
 @pytest.mark.parametrize("kind", ["sha1", "sha256", "worktree", "subfolder", "split index", "touched"])
 def test_the_commit_must_be_known_and_whether_tracked_files_are_changed(repository, tmp_path, kind):
     git = ["git", "-C", str(repository)]
