@@ -63,7 +63,9 @@ def _inside(text: str, key: str) -> str:
     """
     path = _path(text)
     if not text.startswith(("/", "~")) and (real := led_out(path)):
-        raise UsageError(f"{key}: {text} leads to {real}, out of the current folder", "name that, if you mean it")
+        raise UsageError(
+            f"{key}: {text} leads to {real}, out of the current folder", f"name {real}, if that is what you mean"
+        )
     return path
 
 

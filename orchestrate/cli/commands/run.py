@@ -118,7 +118,7 @@ def _plan(args: argparse.Namespace, spec: JobSpec, inventory: Inventory, placeme
         print_message(f"no script given: this is the example, {APP[1]}; yours: {args.command} SCRIPT.py")
     for mount in folders.mounts(spec):
         if real := folders.led_out(mount.source):
-            print_message(f"{mount.target} in nodes is {real}: {mount.source} is a link")
+            print_message(f"{mount.source} is a link: the job can read {real}")
     if not placement.keep:  # otherwise said before its nodes were started
         cluster.warn_of_crowd(job_plan)
     return job_plan
