@@ -21,7 +21,8 @@ def start(folder: str, *arguments: str) -> float:
 
 
 def fill(runs: Path, job: Path) -> None:
-    """Add many jobs to a folder, as links to the files of one."""
+    """Add many jobs to a folder, as links to the files of one, which ended long ago."""
+    os.utime(job / "report.json", (0, 0))
     for number in range(MANY):
         folder = runs / f"job-{number:05x}"
         folder.mkdir()

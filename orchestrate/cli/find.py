@@ -28,10 +28,15 @@ if TYPE_CHECKING:
 MAX_SHOWN = 8  # jobs that an error lists
 
 
-def job_folders(runs: Path, ended: bool = True) -> list[Path]:
-    """Return the run directories of this account's jobs, without clusters; without `ended`, of those with no report."""
-    found = [paths for paths in _folders(runs) if ended or not os.path.lexists(paths.report)]
-    return [paths.root for paths in found if _is_job(paths)]
+def job_folders(runs: Path, since: float = 0.0) -> list[Path]:
+    """Return the run directories of this account's jobs, without clusters and those that ended before `since`."""
+    return [paths.root for paths in _folders(runs) if not _ended_before(paths, since) and _is_job(paths)]
+
+
+def _ended_before(paths: JobPaths, moment: float) -> bool:
+    with contextlib.suppress(OSError):
+        return paths.report.lstat().st_mtime < moment
+    return False
 
 
 def _folders(runs: Path) -> list[JobPaths]:

@@ -24,6 +24,7 @@ from orchestrate.record.paths import JobPaths
 from orchestrate.spec.sizes import format_bytes
 from orchestrate.spec.spec import JobSpec
 
+STILL_SUPERVISED = 3600.0  # seconds after its end in which a job may still have a supervisor, which copies its record
 TAIL = 64 << 10  # last bytes of metrics.jsonl that are read
 
 
@@ -55,7 +56,7 @@ def current(runs: Path) -> Iterator[Listed]:
                 if (holder := lock.holder(paths)) or not os.path.lexists(paths.report):
                     shown.add(paths.root.name)
                     yield from _supervised(paths, f"{'running' if holder else 'no supervisor,'} on {state.job_id}")
-    for folder in job_folders(runs, ended=False):
+    for folder in job_folders(runs, since=time.time() - STILL_SUPERVISED):
         if folder.name not in shown and lock.holder(JobPaths(folder)):
             yield from _supervised(JobPaths(folder), "running")
 
