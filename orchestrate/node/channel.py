@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import struct
 import time
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 from orchestrate.node.auth import Signer
 from orchestrate.node.checks import Refused
 from orchestrate.node.loop import Loop
-from orchestrate.node.protocol import MAX_GREETING, SEND_TIMEOUT, Refusal, encode, parsed
+from orchestrate.node.protocol import MAX_GREETING, SEND_TIMEOUT, Refusal, encode, parsed, wait_at_most
 
 MAX_MESSAGE = 1 << 20  # bytes
 
@@ -31,10 +30,7 @@ class Channel:
         self.heard = False  # whether the peer has sent a message; if signed, whether it has proved that it has the key
         self.since = loop.time()
         loop.watch(sock, self._read)
-        # Not a timeout of Python: that needs poll(2), which fails once a process has set our limit of descriptors to 0.
-        sock.setblocking(True)
-        seconds = struct.pack("ll", *divmod(int(SEND_TIMEOUT * 1e6), 10**6))
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, seconds)
+        wait_at_most(sock, SEND_TIMEOUT)
         if signer:
             self._write(signer.nonce)
 

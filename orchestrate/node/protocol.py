@@ -13,6 +13,8 @@ They are named tuples, since importing dataclasses would take a node ten millise
 import functools
 import json
 import re
+import socket
+import struct
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, NamedTuple
 
@@ -308,6 +310,16 @@ def _digits(digits: str) -> int:
     if len(digits) > MAX_DIGITS:
         raise Refused(f"a number has more than {MAX_DIGITS} digits")
     return int(digits)
+
+
+def wait_at_most(sock: socket.socket, seconds: float) -> None:
+    """Let a socket fail if it cannot send or receive for some seconds.
+
+    Python's timeouts need poll(2), which fails once a process has set our limit of descriptors to 0.
+    """
+    sock.setblocking(True)
+    for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+        sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", *divmod(int(seconds * 1e6), 10**6)))
 
 
 def parsed(line: bytes, parse_int: Callable[[str], int] | None = _digits) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrate.node.checks import Refused
-from orchestrate.node.protocol import parsed
+from orchestrate.node.protocol import parsed, wait_at_most
 
 PADDING = "." * 4096  # reserves space in its command line, which a forked worker overwrites with its own
 IMPORT_TIMEOUT = 300.0  # seconds, at most
@@ -80,7 +80,7 @@ class Zygote:
         self.limits_and_priority: list[Any] = []  # limits and priority of its process before a job could change them
         self.settled = settled
         self.sock, child_sock = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.sock.settimeout(FORK_TIMEOUT)
+        wait_at_most(self.sock, FORK_TIMEOUT)
         reader, writer = os.pipe()
         with child_sock, open(reader, "rb"), open(writer, "wb"):
             descriptor = str(child_sock.fileno())
