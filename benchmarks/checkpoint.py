@@ -70,8 +70,8 @@ def measure(runs: int) -> dict[str, Any]:
     ratios = {
         "blocked, in ms (≤ 40)": 1000 * median["ours: blocked"],
         "durable, in ms": 1000 * median["ours: durable"],
-        "blocked ÷ memory copy": median["ours: blocked"] / median["memory copy"],
-        "durable ÷ torch.save + fsync": median["ours: durable"] / median["torch.save + fsync"],
+        "blocked ÷ memory copy (≤ 1.0)": median["ours: blocked"] / median["memory copy"],
+        "durable ÷ torch.save + fsync (≤ 1.0)": median["ours: durable"] / median["torch.save + fsync"],
     }
     alone, saving = (statistics.median(found) for found in rates.values())
     ratios["throughput with a save every 10 s (≥ 0.98)"] = saving / alone

@@ -65,7 +65,7 @@ class Store:
                 print_message(f"cannot start the process that hosts torch's store: {error}")
 
     def lost(self) -> bool:
-        """Whether the process has ended, though nobody has closed the store."""
+        """Whether the process has ended before the store was closed."""
         return self.process is not None and self.process.poll() is not None
 
     def in_use(self) -> bool:

@@ -71,7 +71,7 @@ class DockerSession(ClientSession):
         self.dying: set[str] = set()  # ids of containers that are being stopped, but are still listed as running
         self.troubles: dict[str, str] = {}  # node: paused or partition
         self.last_listed = 0.0
-        self.stopped = never  # whether nobody waits for the workers any more
+        self.stopped = never  # whether the job is to end
         self.guard = Guard(daemon, self.project, run, spec.ports) if wanted(spec) else None
         wants_services = spec.services and plan.job_id != plan.placement.cluster  # each job has its own
         self.services_log = JobPaths(run.parent.parent / plan.job_id).services_log
