@@ -188,6 +188,7 @@ class Agent:
             kill(list(self.workers.values()), signal.SIGKILL)
             self.loop.close_store()
             self.generation, self.workers, self.codes, self.hints = generation, {}, {}, {}
+            self.loop.failed = None
             self.traffic.forget()
             self.fence(generation)
         codes, hints, before = self.codes, self.hints, oom_kills()
@@ -222,9 +223,9 @@ class Agent:
     def _prepare(self, request: protocol.Start, env: Env) -> None:
         """Run the command of `before`, unless it has succeeded here for this job; workers wait for its end.
 
-        One of an older generation may still be ending: then it is run after that.
+        If it fails, only the next generation runs it again, which waits until one of an older generation has ended.
         """
-        if not request.before or self.prepared or self.loop.ending:
+        if not request.before or self.prepared or self.loop.failed or self.loop.ending:
             return
         if self.loop.held:
             self.next = request, env
@@ -266,7 +267,7 @@ class Agent:
         kill(self.loop.workers, signal.SIGKILL)
         try:
             self.loop.finish()
-            self.prepared = False  # only now: a command that had just succeeded has set it
+            self.prepared, self.loop.failed = False, None  # only now: a command that had just ended has set them
             if folders := os.environ.get("NODE_WIPE", "").split():  # only a container has its own
                 wipe(folders, self.bound)
                 free_ipc()

@@ -45,6 +45,7 @@ class Loop:
         self.rights = _rights()
         self.workers: list[Worker] = []
         self.held: Worker | None = None  # a command that other workers wait for
+        self.failed: tuple[int, str] | None = None  # how such a command has failed: no worker starts after that
         self.store: Store | None = None  # torch's store, once rank 0 has started here
         self.grace = seconds(os.environ, "NODE_GRACE", 30)  # between SIGTERM and SIGKILL
         self.ending = False  # the node has been asked to end, and starts no more workers
@@ -113,6 +114,9 @@ class Loop:
             return None
         self.workers.append(worker)
         self.watch(worker.output, lambda: self._pump(worker))
+        if self.failed:
+            worker.cancel(*self.failed)
+            return worker
         if env.get(VARIABLE) == "True" and worker.rank == "0":
             self._open_store(worker)
         if self.zygote:
@@ -158,10 +162,14 @@ class Loop:
             first.failed_to_start(error)
 
     def release(self, code: int, command: str) -> None:
-        """Start the workers that are waiting; if `code`, the exit code of `command`, is not 0, end them with it."""
+        """Start the workers that are waiting; if `code`, the exit code of `command`, is not 0, end them with it.
+
+        Those that come later also end with it, until `failed` is reset.
+        """
         self.held = None
-        for worker in self.waiting() if code else ():
-            worker.cancel(code, f"was not started: `{command}` failed with exit code {code}")
+        self.failed = (code, f"was not started: `{command}` failed with exit code {code}") if code else None
+        for worker in self.waiting() if self.failed else ():
+            worker.cancel(*self.failed)
         self._launch_waiting()
 
     def waiting(self) -> list[Worker]:

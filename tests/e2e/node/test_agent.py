@@ -286,6 +286,18 @@ def test_variables_in_a_command_must_be_replaced_with_the_workers_own_values(wai
     assert [waiting.log(rank) for rank in range(2)] == [f"{own}\n", f"{arguments}\n"]
 
 
+@pytest.mark.parametrize("program, code", [("sh prepare.sh", 7), ("missing", 127)])
+def test_a_command_of_before_that_fails_must_run_once_in_a_generation(waiting, program, code):
+    """Also if the node is asked to start a worker only after that: the job would wait for the command again."""
+    (waiting.folder / "prepare.sh").write_text("echo >> prepared; exit 7")
+    for rank, generation in ((0, 0), (1, 0), (0, 1), (1, 1)):
+        env = {"TORCHELASTIC_RESTART_COUNT": str(generation), "RANK": str(rank)}
+        waiting.pipe.ask("start", command=["x.py"], env=env, inherit=True, cwd=None, before=program.split())
+        assert waiting.code(rank, generation) == code
+        assert waiting.log(rank).count(f"was not started: `{program}` failed with exit code {code}\n") == generation + 1
+    assert program == "missing" or (waiting.folder / "prepared").read_text() == "\n\n"
+
+
 def test_any_program_must_run_as_a_worker(waiting):
     go = waiting.folder / "go"
     go.write_text('#!/bin/sh\necho "rank $RANK: $@" here; exit $RANK\n')

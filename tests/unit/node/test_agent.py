@@ -27,7 +27,7 @@ class Idle(ManualLoop):
 
     def __init__(self) -> None:
         super().__init__()
-        self.workers, self.zygote, self.held, self.ending = [], None, None, False
+        self.workers, self.zygote, self.held, self.failed, self.ending = [], None, None, None, False
         self.done: list[Callable[[int], None]] = []
         self.stops: list[bool] = []
 
