@@ -1,6 +1,6 @@
 """Publish a model: its weights, in a format that cannot contain code, and a model card.
 
-    python -m app.publish runs/digits-4f2a/checkpoints/best OUT
+    python -m app.publish runs/digits-4f2a91/checkpoints/best OUT
 
 writes `OUT/model.safetensors` and `OUT/model.json`.
 """

@@ -34,8 +34,8 @@ FILE = "file:"  # before the name of a secret that is a file, in the record
 
 
 def new_id(spec: JobSpec) -> str:
-    """A job id such as `mnist-4f2a`: the job's name, and four random characters."""
-    return f"{slug(spec)}-{secrets.token_hex(2)}"
+    """A job id such as `mnist-4f2a91`: the job's name, and six random characters."""
+    return f"{slug(spec)}-{secrets.token_hex(3)}"
 
 
 def slug(spec: JobSpec) -> str:

@@ -45,7 +45,7 @@ class JobSpec:
     """Specification of a job. Its fields are the keys of a job file; durations are in seconds."""
 
     name: str = _field(
-        "", values.NAME, "name of the job; its id is the name plus four random characters", "the script's name"
+        "", values.NAME, "name of the job; its id is the name plus six random characters", "the script's name"
     )
     command: tuple[str, ...] = _field(
         APP,

@@ -48,7 +48,7 @@ def normalized(line: str) -> str:
     """A line without times, ids, ports, versions, paths and hardware; results only as good or bad."""
     line = re.sub(r"Docker Engine \S+,", "Docker Engine,", line)
     line = re.sub(r"gloo on CPU \(.*\)", "gloo on CPU", line)
-    line = re.sub(r"-[0-9a-f]{4}\b", "-#", line)
+    line = re.sub(r"-[0-9a-f]{6}\b", "-#", line)
     line = re.sub(r"/\S*/(runs/)", r"\1", line)
     line = re.sub(r"(?<= )/\S+", "/", line)
     line = re.sub(r"\d+ threads? per worker", "threads", line)

@@ -14,13 +14,6 @@ from orchestrate.engines.base import JobState
 from orchestrate.engines.process import ProcessEngine
 from orchestrate.errors import EngineError, UsageError
 from orchestrate.host import private
-from orchestrate.record.run_dir import new_id
-from orchestrate.spec.spec import JobSpec
-
-
-def test_ids_must_differ_and_contain_the_name_of_the_job():
-    ids = {new_id(JobSpec(name="My Job")) for _ in range(20)}
-    assert len(ids) > 15 and all(one.startswith("my-job-") and len(one) == 11 for one in ids)
 
 
 def taken(path: Path, how: str) -> None:

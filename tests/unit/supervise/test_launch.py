@@ -47,7 +47,8 @@ from orchestrate.spec.spec import JobSpec
 )
 def test_a_job_must_have_a_name_that_is_valid_for_docker_and_dns(spec, name):
     assert run_dir.slug(spec) == name
-    assert run_dir.new_id(spec).startswith(f"{name}-") and len(run_dir.new_id(spec)) == len(name) + 5
+    first, second = run_dir.new_id(spec), run_dir.new_id(spec)
+    assert first != second and first.startswith(f"{name}-") and len(first) == len(name) + 7
 
 
 def test_a_script_path_must_be_relative_to_the_code_folder(tmp_path, monkeypatch):
