@@ -223,7 +223,7 @@ class Agent:
     def _prepare(self, request: protocol.Start, env: Env) -> None:
         """Run the command of `before`, unless it has succeeded here for this job; workers wait for its end.
 
-        If it fails, only the next generation runs it again, which waits until one of an older generation has ended.
+        If it fails or is stopped, the next generation runs it again, once it has ended.
         """
         if not request.before or self.prepared or self.loop.failed or self.loop.ending:
             return
@@ -233,8 +233,8 @@ class Agent:
         command, generation, self.next = shlex.join(request.before), self.generation, None
 
         def done(code: int) -> None:
-            self.prepared, self.loop.held = not code, None
-            if code and generation != self.generation and self.next and self.loop.waiting():
+            self.prepared, self.loop.held = not code and not first.stopping, None
+            if not self.prepared and generation != self.generation and self.next and self.loop.waiting():
                 return self._prepare(*self.next)
             self.loop.release(code, command)
 

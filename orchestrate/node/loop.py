@@ -168,8 +168,9 @@ class Loop:
         """
         self.held = None
         self.failed = (code, f"was not started: `{command}` failed with exit code {code}") if code else None
-        for worker in self.waiting() if self.failed else ():
-            worker.cancel(*self.failed)
+        if self.failed:
+            for worker in self.waiting():
+                worker.cancel(*self.failed)
         self._launch_waiting()
 
     def waiting(self) -> list[Worker]:
@@ -290,14 +291,17 @@ class Loop:
             for worker in self.workers:
                 worker.say("is killed: the process that hosts torch's store has ended")
                 worker.kill(signal.SIGKILL)
-        for worker in [worker for worker in self.workers if worker.poll() is not None]:
-            if self.held and not worker.pid and worker is not self.held:
-                continue  # it was ended before it started, and the command that it waits for has time to end
-            self.workers.remove(worker)
-            self.forget(worker.output)
-            worker.close()
+        while ended := [worker for worker in self.workers if self._can_be_reaped(worker)]:  # an end can cause others
+            for worker in ended:
+                self.workers.remove(worker)
+                self.forget(worker.output)
+                worker.close()
         if self.adopting:
             self._reap_strays()
+
+    def _can_be_reaped(self, worker: Worker) -> bool:
+        """Whether a worker has ended; one that had not started also waits for the end of the command of `hold`."""
+        return worker.poll() is not None and (not self.held or worker.pid > 0 or worker is self.held)
 
     def _reap_strays(self) -> None:
         """Reap adopted processes that workers have left running; until then they stay zombies."""
