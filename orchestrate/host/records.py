@@ -43,7 +43,7 @@ class Record:
     key: str  # hexadecimal key for connections to nodes; empty once the job has ended
     secrets: dict[str, str]  # values of env that are not in job.yaml, and contents of secret files (`file:NAME`)
     events: str  # hexadecimal key that signs the lines of events.jsonl
-    files: dict[str, list[str]] = field(default_factory=dict)  # file name: digests of the last two versions
+    files: dict[str, list[str]] = field(default_factory=dict)  # by name: digests of the version there and the next one
 
 
 def make(run: Path, key: bytes = b"", secrets: Mapping[str, str] | None = None) -> None:
@@ -117,10 +117,12 @@ def write(path: Path, text: str) -> None:
     Raises OSError.
     """
     if found := _find(path.parent):
-        record, digest = found[1], _digest(text)
-        states = [*record.files.get(path.name, [])[-1:], digest]  # valid until the new file is written
+        record, old = found[1], ""
+        with contextlib.suppress(OSError, ValueError):
+            old = content(path)
+        states = [_digest(old)] if written(record, path.name, old) else []  # valid until the new file is written
         with private.opened(found[0]) as folder:
-            _write(replace(record, files={**record.files, path.name: states}), folder)
+            _write(replace(record, files={**record.files, path.name: [*states, _digest(text)]}), folder)
     write_whole(path, text)
 
 
