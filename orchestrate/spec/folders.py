@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import os
 import re
+import stat
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -19,6 +20,7 @@ from orchestrate.spec.values import STORAGE_URL
 
 FILE_URL = "file://"
 DATA = "/data"  # folder in containers with a folder for each name of `data`
+KINDS = {"folder": stat.S_ISDIR, "regular file": stat.S_ISREG}
 
 
 @dataclass(frozen=True)
@@ -43,13 +45,13 @@ def with_absolute(spec: JobSpec) -> JobSpec:
         mounts=mounts,
         secrets=spec.secrets | secrets,
         dockerfile=spec.dockerfile and _path(spec.dockerfile),
-        services=spec.services and _existing(_inside(spec.services, "services"), "services", folder=False),
+        services=spec.services and _existing(_inside(spec.services, "services"), "services", "regular file"),
     )
 
 
 def _data(name: str, text: str) -> str:
     path = unquote(text.removeprefix(FILE_URL)) if text.startswith(FILE_URL) else text
-    return _existing(path, f"data.{name}", folder=True)
+    return _existing(path, f"data.{name}", "folder")
 
 
 def _path(text: str) -> str:
@@ -79,7 +81,7 @@ def _absolute(text: str) -> str:
     source, target, mode = _parts(text)
     if mode == "rw":
         _inside(source, "mounts")
-    return f"{_existing(source, 'mounts', folder=False)}:{target}:{mode}"
+    return f"{_existing(source, 'mounts')}:{target}:{mode}"
 
 
 def _parts(text: str) -> tuple[str, str, str]:
@@ -88,16 +90,16 @@ def _parts(text: str) -> tuple[str, str, str]:
     return match[1], match[2] or "/", match[3] or "ro"
 
 
-def _existing(path: str, key: str, folder: bool) -> str:
-    found = Path(_path(path))
+def _existing(path: str, key: str, kind: str = "") -> str:
+    """Return an absolute path; raises UsageError if it does not exist, or is not the `kind` of KINDS."""
+    found, hint = _path(path), "check the path; relative paths start at the current folder"
     try:
-        if folder and not found.is_dir():
-            what = "is not a folder" if found.exists() else "does not exist"
-            raise UsageError(f"{key}: {found} {what}", "check the path; relative paths start at the current folder")
-        found.stat()
+        mode = os.stat(found).st_mode
     except OSError as error:
-        raise UsageError(f"{key}: {found}: {error.strerror}", "check the path") from None
-    return str(found)
+        raise UsageError(f"{key}: {found}: {error.strerror}", hint) from None
+    if kind and not KINDS[kind](mode):
+        raise UsageError(f"{key}: {found} is not a {kind}", hint)
+    return found
 
 
 def is_url(path: str) -> bool:

@@ -191,3 +191,21 @@ def test_a_job_must_be_stopped_while_its_services_start(served):
     process.terminate()
     process.communicate(timeout=120)
     assert (process.returncode, served.report()["outcome"]) == (130, "stopped")
+
+
+def test_a_job_must_be_stopped_while_compose_waits_for_a_file(served):
+    pipe = served.folder / ".env"
+    os.mkfifo(pipe)
+    process = served.start("run", *OPTIONS, "--set", "services=compose.yaml", "reads.py")
+
+    def opened() -> int | None:
+        try:
+            return os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+        except OSError:  # nothing reads it yet
+            return None
+
+    writer = eventually(opened)
+    process.terminate()
+    process.communicate(timeout=120)
+    os.close(writer)
+    assert (process.returncode, served.report()["outcome"]) == (130, "stopped")

@@ -13,7 +13,6 @@ import yaml
 from docker.models.containers import Container
 
 from orchestrate.console import during
-from orchestrate.engines.base import never
 from orchestrate.engines.docker import labels
 from orchestrate.engines.docker.client import Daemon
 from orchestrate.errors import EngineError, EngineLost, ResourceError, UsageError
@@ -52,7 +51,7 @@ class Services:
 
         Raises UsageError for a file that cannot be used, and ResourceError if a service does not start.
         """
-        lines = self._compose("config", "--services").splitlines()
+        lines = self._compose(stopped, "config", "--services").splitlines()
         names = [line for line in lines if re.fullmatch(SERVICE, line)]  # the others are warnings
         if taken := {*names} & {*labels.ROLES}:
             raise UsageError(
@@ -65,7 +64,7 @@ class Services:
         }
         # A service that runs is kept, even if its file or a variable has changed: it may hold data of the job.
         options = ("--detach", "--wait", "--quiet-pull", "--no-recreate")
-        self._compose("up", *options, given=yaml.safe_dump(document), stopped=stopped)
+        self._compose(stopped, "up", *options, given=yaml.safe_dump(document))
 
     def failures(self) -> list[str]:
         """Describe the services that have ended with an error."""
@@ -97,7 +96,7 @@ class Services:
                     lines += [f"\n    {each.name} | {line}" for line in text.splitlines()]
         return "".join(lines)
 
-    def _compose(self, *arguments: str, given: str = "", stopped: Callable[[], bool] = never) -> str:
+    def _compose(self, stopped: Callable[[], bool], *arguments: str, given: str = "") -> str:
         files = ["--file", str(self.file), *(["--file", "-"] if given else [])]
         try:
             return self.daemon.compose(

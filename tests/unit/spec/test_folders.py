@@ -59,7 +59,7 @@ def mounted(spec: dict, runs: Path) -> list[dict]:
         ({"mounts": "runs/j-1/job/other:/x"}, "other leads to "),
         ({"mounts": "pipe:/x"}, "pipe cannot be mounted: it is neither a folder nor a file"),
         ({"mounts": f"{'x' * 300}:/x"}, "x: File name too long"),
-        ({"data": {"train": "none"}}, "none does not exist"),
+        ({"data": {"train": "none"}}, "none: No such file"),
         ({"data": {"train": "data/a"}}, "a is not a folder"),
         ({"data": {"a-b": "data"}}, "data must be a mapping of names to folders"),
         ({"data": {"a": "data", "A": "data"}}, "data must be a mapping of names to folders"),
@@ -129,8 +129,10 @@ def test_the_file_of_services_must_be_found_from_any_folder(tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     (tmp_path / "compose.yaml").touch()
     assert with_absolute(resolve({"services": "compose.yaml"})).services == str(tmp_path / "compose.yaml")
-    with pytest.raises(UsageError, match="services"):
-        with_absolute(resolve({"services": "none.yaml"}))
+    os.mkfifo("pipe")  # Compose would wait for its other end
+    for path, why in (("none.yaml", "none.yaml: No such file"), ("pipe", "pipe is not a regular file")):
+        with pytest.raises(UsageError, match=f"services: .*/{why}"):
+            with_absolute(resolve({"services": path}))
 
 
 LINKED = [{"mounts": "there:/x:rw"}, {"secrets": {"A": "there"}}, {"source": "there"}, {"services": "there"}]
