@@ -58,6 +58,12 @@ class Manager:
         """Whether the host of a task was up when last listed."""
         return answers(self.known.get(task.get("NodeID", ""), {}))
 
+    def lost(self, task: ApiObject) -> bool:
+        """Whether Swarm has ended a task, or its host was down when last listed."""
+        host = self.known.get(task.get("NodeID", ""))
+        down = host is not None and host["Status"]["State"] == "down"
+        return down or task["Status"]["State"] in ("shutdown", "remove", "orphaned")
+
     def host(self, task: ApiObject) -> str:
         """Return the name of a task's host."""
         host = self.known.get(task.get("NodeID", ""))
@@ -176,9 +182,9 @@ def ended(task: ApiObject) -> bool:
     return task["Status"]["State"] in ENDED
 
 
-def failed_to_start(task: ApiObject) -> bool:
-    """Whether a task has ended because its container failed to start."""
-    return task["Status"]["State"] == "failed" and "starting container failed" in task["Status"].get("Err", "")
+def failed(task: ApiObject) -> bool:
+    """Whether the container of a task has ended by itself, or did not start."""
+    return task["Status"]["State"] in ("complete", "failed")
 
 
 def gpus(host: ApiObject) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from docker.models.containers import Container
@@ -11,7 +12,7 @@ from docker.models.containers import Container
 from orchestrate.clock import wait_until
 from orchestrate.engines.docker import helper_containers, labels, program
 from orchestrate.engines.swarm import service_spec
-from orchestrate.engines.swarm.manager import ApiObject, Manager, ended, failed_to_start
+from orchestrate.engines.swarm.manager import ApiObject, Manager, ended, failed
 from orchestrate.errors import EngineError
 from orchestrate.plan import container
 from orchestrate.plan.plan import Plan
@@ -56,17 +57,17 @@ class SwarmJob:
         for task in self.tasks():
             state, error = task["Status"]["State"], task["Status"].get("Err", "")
             waits = state == "pending" and "no suitable node" in error
-            if task["ID"] not in old and (state == "rejected" or failed_to_start(task) or (waits and impatient)):
-                return service_spec.explain_error(error, self.manager.host(task), self.spec.image)
+            if task["ID"] not in old and (state == "rejected" or failed(task) or (waits and impatient)):
+                return service_spec.explain_error(error or state, self.manager.host(task), self.spec.image)
         return None
 
-    def replace(self, old: set[str]) -> bool:
-        """Replace tasks not in `old` whose containers failed to start, and add them to it; False if there are none."""
-        failed = [task for task in self.tasks() if task["ID"] not in old and failed_to_start(task)]
-        old |= {task["ID"] for task in failed}
-        for task in failed:
+    def replace(self, old: set[str], gone: Callable[[ApiObject], bool]) -> bool:
+        """Replace tasks not in `old` that are `gone`, and add them to it; False if there are none."""
+        found = [task for task in self.tasks() if task["ID"] not in old and gone(task)]
+        old |= {task["ID"] for task in found}
+        for task in found:
             self.scale(task["Name"].partition("-")[0], 1)
-        return bool(failed)
+        return bool(found)
 
     def output(self, task: ApiObject) -> bytes:
         """Return the last lines of a task's stdout from Swarm's log; empty if they cannot be read."""

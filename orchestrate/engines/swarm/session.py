@@ -19,7 +19,7 @@ from orchestrate.engines.base import Observed, never
 from orchestrate.engines.connection import ANSWER_TIMEOUT, NodeConnection, one_at_a_time
 from orchestrate.engines.node_clients import ClientSession, NodeClients, key_of
 from orchestrate.engines.swarm import service_spec
-from orchestrate.engines.swarm.manager import ApiObject, Manager, ended, is_healthy, is_starting
+from orchestrate.engines.swarm.manager import ApiObject, Manager, ended, failed, is_healthy, is_starting
 from orchestrate.engines.swarm.objects import SwarmJob
 from orchestrate.engines.swarm.sync import FileSync, rescued
 from orchestrate.engines.swarm.upload import code_files, on_each, packed, send_archive, written_files
@@ -45,7 +45,7 @@ FIRST_CONNECT_TIMEOUT, RECONNECT_TIMEOUT = 20.0, 2.0
 HOST_DOWN_TIMEOUT = 25.0  # seconds until Swarm reports that a host is down; it needs 15
 # Seconds until a node that is cut off has killed its workers.
 LEASE_OVER_AFTER = LEASE_TIMEOUT + 2 * RENEW_INTERVAL + 2 * SEND_TIMEOUT
-TASK_END_TIMEOUT = 3.0  # seconds for Swarm to report the end of a task whose connection has closed
+TASK_END_TIMEOUT = 3.0  # seconds for Swarm to report the end of a task that does not respond
 LOG_TIMEOUT = 5.0  # seconds for Swarm to return the last lines of a lost task
 LAST_LINES_TIMEOUT = 10.0  # seconds to copy the last lines of workers
 SYNC_TIMEOUT = 3600.0  # seconds to copy all files of a job at its end
@@ -91,15 +91,16 @@ class SwarmSession(ClientSession):
         self.swarm.prepare()
         began = self.clock.monotonic()
         found = self._update_nodes()
-        old = {task["ID"] for task in self.swarm.tasks() if ended(task)}
-        there = {name for name, task in self.nodes.items() if name in found or is_starting(task)}
+        there = {name: task["ID"] for name, task in self.nodes.items() if name in found or is_starting(task)}
+        old = {task["ID"] for task in self.swarm.tasks()} - {*there.values()}
         for role, wanted in (("trainer", len(plan.nodes) - 1), ("master", 1)):
             self.swarm.scale(role, wanted - sum(name.startswith(role) for name in there))
         self.swarm.connect()
         while len(found) < len(plan.nodes):
             late = self.clock.monotonic() - began > PENDING_TIMEOUT
+            self.swarm.replace(old, self.manager.lost)
             why = self.swarm.refusal(old, impatient=late)
-            if why and (late or not self.swarm.replace(old)):
+            if why and (late or not self.swarm.replace(old, failed)):
                 raise EngineError(*why)
             pulls = any(is_starting(task) and task["Status"]["State"] == "preparing" for task in self.nodes.values())
             if stopped() or self.clock.monotonic() - began > (PULL_TIMEOUT if pulls else START_TIMEOUT):
@@ -200,12 +201,16 @@ class SwarmSession(ClientSession):
     def down(self, grace: float, stopped: Callable[[], bool] = never) -> None:
         """Copy all files here, then remove services, network and relay."""
         if self.sync:
-            # If files stay on a node, no program of the job does.
-            self.clients.broadcast(protocol.Stop(kill=True, leftovers=True))
             if self.clients.connections:  # otherwise, the last files are most likely here already
+                # If files stay on a node, no program of the job does.
+                self.clients.broadcast(protocol.Stop(kill=True, leftovers=True))
                 self.sync.copy_all(*((SYNC_TIMEOUT, stopped) if grace else (HURRIED_SYNC_TIMEOUT, never)))
-                for node in self.sync.silent() & self._update_nodes().keys():
+                silent = self.sync.silent()
+                wait_until(lambda: not silent & self._update_nodes().keys(), TASK_END_TIMEOUT, self.clock, 0.2)
+                for node in sorted(silent & self._update_nodes().keys()):
                     raise EngineError(f"the files of {node} could not be copied: it does not respond", PORTS)
+                for node in sorted(silent):
+                    self.warn(f"the last files of {node} may be missing: it ended before they were copied")
             self._warn()
             self.sync.close()
             self.sync = None

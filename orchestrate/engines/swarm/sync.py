@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 SYNC_INTERVAL = 0.2  # seconds between rounds
 OVERLAP = 256  # bytes at the end of a log by which to find its place in the node's stdout
-RETRY_INTERVAL = 5.0  # seconds until a failed file is retried
+RETRY_INTERVAL = 5.0  # seconds until a failed file, or in one round a node, is tried again
 EXPECTED = (EngineError, OSError, ValueError)  # ValueError: nodes may send anything
 FULL = (errno.ENOSPC, errno.EDQUOT)
 CLOSE_TIMEOUT = 5.0  # seconds for the current round to end; connecting may take longer
@@ -64,6 +64,7 @@ class _Node:
     due: set[str] | None = None  # files that the round is still to copy; None before its first list
     heard: bool = False  # whether it answered in the last round
     trouble: str = ""  # the error, if not
+    tried: float = float("-inf")  # time when it last could not be reached
 
     def drop(self) -> None:
         """Give up the file that is being fetched."""
@@ -198,16 +199,19 @@ class FileSync:
 
         What changes during the round does not make it longer: processes that a job has left could write forever.
         """
+        if node.link is None and node.tried > max(self.began, self.clock.monotonic() - RETRY_INTERVAL):
+            return False  # others would wait for it
         try:
             node.link = node.link or self.connect(node.name)
             if node.link is None or self.closing:
+                node.tried = self.clock.monotonic()
                 return False
             with contextlib.ExitStack() as held:
                 return self._copy_from(node, node.link, held)
         except EXPECTED as error:  # no connection, or an invalid answer: the next round starts over
             if str(error) != node.trouble:
                 log.debug("%s: %s", node.name, error)
-            node.trouble = str(error)
+            node.trouble, node.tried = str(error), self.clock.monotonic()
             self._disconnect(node)
             return False
 

@@ -16,6 +16,10 @@ with own.open("a") as file:
     file.write(os.environ["TORCHELASTIC_RESTART_COUNT"] + "\\n")
 runpy.run_path("count.py", run_name="__main__")
 """
+WRITES_MUCH = """
+import os, pathlib
+pathlib.Path(os.environ["JOB_DIR"], "much-" + os.environ["RANK"]).write_bytes(os.urandom(200_000_000))
+"""
 
 
 def assert_host_lost(job: Job, ranks: list[int]) -> None:
@@ -193,3 +197,26 @@ def test_a_partitioned_host_must_not_train_while_the_others_do(cli, swarm, maste
     last.heal()
     assert_succeeded(job)
     assert_host_lost(job, ranks)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.slow
+def test_a_node_that_ends_while_its_last_files_are_copied_must_be_named(cli, swarm):
+    (cli.folder / "writes.py").write_text(WRITES_MUCH)
+    job = Job(cli, swarm, "--set", "grace=2s", "--", "writes.py", trainers=2)
+    job.until("nodes_stopping")
+    host, node = job.where("trainer-1")
+    host.docker("kill", node)
+    assert job.end(240) == 0, job.err
+    assert "warning: the last files of trainer-1 may be missing: it ended before they were copied\n" in job.err
+    sizes = [(cli.run_dir() / "job" / f"much-{rank}").stat().st_size for rank in (0, 2)]
+    assert sizes == [200_000_000] * 2
+
+
+@pytest.mark.exhaustive
+@pytest.mark.slow
+def test_a_host_that_is_lost_while_nodes_start_must_be_replaced(cli, swarm):
+    (cli.folder / "work.py").write_text("print('worked')\n")
+    swarm.hosts[2].kill()
+    job = Job(cli, swarm, "--", "work.py", trainers=2)
+    assert job.end(240) == 0, job.err

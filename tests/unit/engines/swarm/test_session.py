@@ -211,6 +211,37 @@ def test_a_task_that_no_host_accepts_must_be_reported_soon_unless_it_ended_earli
     assert 0.5 < clock.now - began < 0.9 and raised.value.hint
 
 
+@pytest.mark.parametrize("how", ["shutdown", "host down"])
+def test_a_node_that_is_lost_while_others_start_must_be_replaced_however_late(engine, stub, clock, monkeypatch, how):
+    monkeypatch.setattr(swarm, "PENDING_TIMEOUT", 0.5)
+    stub.state, began, sleep = "preparing", clock.now, clock.sleep
+    engine.discard(["trainer-2"])
+
+    def sleep_and_lose(seconds: float) -> None:
+        sleep(seconds)
+        if clock.now < began + 0.6 or stub.state == "running":
+            return
+        stub.state = "running"
+        if how == "host down":
+            down(stub, 2)
+        else:
+            state(stub, "trainer-3", how)
+
+    clock.sleep = sleep_and_lose
+    engine.up(job())
+    assert counts(stub)["j-trainer"] == 4 and "trainer-4" in engine.alive()
+
+
+def test_a_node_that_ends_at_once_must_be_reported_soon_with_its_host(engine, stub, clock, monkeypatch):
+    monkeypatch.setattr(swarm, "PENDING_TIMEOUT", 0.5)
+    stub.placed = lambda task: task.update(Status={"State": "failed", "Err": "task: non-zero exit (1)"})
+    engine.discard(["trainer-2"])
+    began = clock.now
+    with pytest.raises(EngineError, match=r"host-\d: task: non-zero exit \(1\)"):
+        engine.up(job())
+    assert 0.5 < clock.now - began < 5
+
+
 def test_a_host_that_rejects_a_node_as_soon_as_it_is_placed_must_be_reported_at_once(engine, stub, clock):
     stub.placed = lambda task: task.update(Status={"State": "rejected", "Err": "No such image: x"})
     engine.discard(["trainer-2"])

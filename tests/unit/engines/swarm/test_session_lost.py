@@ -149,6 +149,7 @@ def test_all_files_must_be_copied_before_nodes_are_removed(engine, stub, monkeyp
     engine.sync = fake = sync(silent={"trainer-1"})
     engine.down(0.1)
     assert not stub.services and fake.calls[-1] == "close" and engine.sync is None
+    assert engine.warned == ["the last files of trainer-1 may be missing: it ended before they were copied"]
 
 
 def test_the_wait_for_files_at_the_end_must_be_interruptible(engine):

@@ -11,21 +11,21 @@ from support.synced import FakeNode
 
 from orchestrate.engines.connection import LARGE
 from orchestrate.engines.swarm import owners
-from orchestrate.engines.swarm.sync import STALL_BYTES, STALL_SECONDS
+from orchestrate.engines.swarm.sync import MAX_TURN, RETRY_INTERVAL, STALL_BYTES, STALL_SECONDS, FileSync
 from orchestrate.errors import EngineError
 from orchestrate.node import protocol
 
 
 class Trickle(FakeNode):
-    """A node that sends a file as one byte in each piece, and each takes ten seconds of a clock."""
+    """A node that sends a file as one byte in each piece, and each takes some seconds of a clock."""
 
-    def __init__(self, clock: Clock, size: int) -> None:
+    def __init__(self, clock: Clock, size: int, seconds: float = 10) -> None:
         super().__init__()
-        self.clock, self.files, self.sent = clock, {"a": bytes(size)}, 0
+        self.clock, self.files, self.seconds, self.sent = clock, {"a": bytes(size)}, seconds, 0
 
     def converse(self, request: Any, answer: type, **more: Any) -> Any:
         if isinstance(request, protocol.Read):
-            self.clock.now += 10
+            self.clock.now += self.seconds
             self.sent += 1
             piece = self.files[request.path][request.offset : request.offset + 1]
             return protocol.Piece(base64.b64encode(piece).decode(), request.offset, self.facts(request.path))
@@ -38,6 +38,26 @@ def test_copying_of_all_files_must_end_if_they_come_too_slowly(synced):
     with pytest.raises(EngineError, match="not all files were copied from the nodes in time"):
         synced(clock, master=node).copy_all(9999)
     assert STALL_SECONDS < clock.now - 1_000_000 < 5000
+
+
+def test_copying_must_not_wait_again_and_again_for_a_node_that_is_gone(folder):
+    clock, tried = Clock(), list[int]()
+    node = Trickle(clock, 1, seconds=MAX_TURN)  # the other node is visited after each of its files
+    node.files = {str(number): b"1" for number in range(30)}
+
+    def connect(name: str) -> Any:
+        if name == "trainer-1":
+            tried.append(node.sent)
+            raise EngineError("cannot connect")
+        return node
+
+    sync = FileSync(folder, "job", {"master": [0], "trainer-1": [1]}, connect, clock)
+    try:
+        sync.copy_all(9999)
+        assert len([*folder.iterdir()]) == 30 and sync.silent() == {"trainer-1"}
+        assert len([sent for sent in tried if 0 < sent < 30]) <= 30 * MAX_TURN / RETRY_INTERVAL
+    finally:
+        sync.close()
 
 
 def test_copying_of_all_files_must_go_on_while_files_come(synced, folder):

@@ -21,7 +21,9 @@ def managed(stub, tmp_path, clock):
     [
         ("rejected", "No such image: x", False, True),
         ("failed", "starting container failed: no such device", False, True),
-        ("failed", "task: non-zero exit (1)", True, False),  # another task replaces it
+        ("failed", "task: non-zero exit (1)", False, True),
+        ("complete", "", False, True),
+        ("shutdown", "", True, False),  # another task replaces it
         ("pending", "no suitable node (insufficient resources)", True, True),
         ("pending", "no suitable node (insufficient resources)", False, False),
         ("pending", "", True, False),
@@ -39,14 +41,19 @@ def test_the_reason_why_a_new_task_does_not_start_must_be_reported(stub, managed
         assert managed.refusal(set(), impatient)[0] == "host-1 has no image image:1"
 
 
-def test_a_task_whose_container_does_not_start_must_be_replaced_once_by_one_of_its_role(stub, managed):
+@pytest.mark.parametrize("how", ["failed", "complete", "shutdown", "orphaned", "host down"])
+def test_a_task_that_does_not_start_must_be_replaced_once_by_one_of_its_role(stub, managed, how):
     for role in ("trainer", "master"):
         scale(managed, role, 1)
-    stub.task("master")["Status"] = {"State": "failed", "Err": "starting container failed: device busy"}
-    old = {"t9"}
-    assert managed.replace(old) and old == {"t1", "t9"}
+    if how == "host down":
+        stub.hosts[1]["Status"]["State"] = "down"
+    else:
+        stub.task("master")["Status"] = {"State": how}
+    managed.manager.hosts()
+    old, gone = {"t9"}, manager.failed if how in ("failed", "complete") else managed.manager.lost
+    assert managed.replace(old, gone) and old == {"t1", "t9"}
     assert [task["role"] for task in stub.tasks] == ["trainer", "master", "master"]
-    assert not managed.replace(old)
+    assert not managed.replace(old, gone)
 
 
 def test_the_newest_of_the_tasks_of_a_node_must_count(stub, managed):
