@@ -126,6 +126,15 @@ def write(path: Path, text: str) -> None:
     write_whole(path, text)
 
 
+def remove(path: Path) -> None:
+    """Remove a file that `write` has written, which is not used if a project puts it back; raises OSError."""
+    path.unlink()
+    if found := _find(path.parent):
+        files = {name: digests for name, digests in found[1].files.items() if name != path.name}
+        with private.opened(found[0]) as folder:
+            _write(replace(found[1], files=files), folder)
+
+
 def written(record: Record, name: str, text: str) -> bool:
     """Whether a file of a run directory is unchanged since it was written."""
     return _digest(text) in record.files.get(name, [])

@@ -46,6 +46,11 @@ class JobPaths:
         return self.root / "report.json"
 
     @property
+    def reserve(self) -> Path:
+        """Space for the last events and the report."""
+        return self.root / ".reserve"
+
+    @property
     def metrics(self) -> Path:
         """Metrics that the script writes, one line each."""
         return self.root / METRICS

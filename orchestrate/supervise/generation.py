@@ -339,7 +339,7 @@ class Generation:
                 known = self.job.session.explain(exit, node)
             except EngineError:
                 known = Reason.ENGINE_LOST
-        if self.engine_lost and known in (Reason.NODE_LOST, Reason.NODE_STOPPED):
+        if self.engine_lost and known in (Reason.NODE_LOST, Reason.NODE_STOPPED, Reason.HOST_LOST):
             known = Reason.ENGINE_LOST
         return self._diagnosis(exit, known)
 

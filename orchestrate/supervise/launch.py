@@ -8,7 +8,7 @@ import logging
 import os
 import platform
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,15 @@ from orchestrate.files import folder, log_file
 from orchestrate.host import records
 from orchestrate.plan.plan import Plan
 from orchestrate.record import lock, report, run_dir, usage
-from orchestrate.record.events import OURS, Event, GenerationStarted, JobEnded, NodesDown, SupervisorStarted
+from orchestrate.record.events import (
+    OURS,
+    Event,
+    GenerationStarted,
+    JobEnded,
+    NodesDown,
+    OutcomeDecided,
+    SupervisorStarted,
+)
 from orchestrate.record.outcomes import JobResult, Outcome
 from orchestrate.record.paths import JobPaths
 from orchestrate.record.recorder import Recorder
@@ -34,6 +42,7 @@ from orchestrate.supervise.supervisor import Supervisor
 from orchestrate.supervise.tensorboard import Board
 
 log = logging.getLogger(__name__)
+RESERVE = 1 << 18  # bytes of the disk for the last events and the report, in case the job fills it
 
 
 def supervise(
@@ -69,6 +78,8 @@ def supervise(
                 observer.planned(plan)
 
             emit = recorder(paths, show_event, hide=hide)
+            _check_end(paths, emit)
+            stack.enter_context(_reserve(paths))
             emit(SupervisorStarted(plan.job_id, prepared=round(prepared, 3)))
             job = JobContext(
                 spec=spec,
@@ -91,6 +102,29 @@ def supervise(
     if failure:
         raise failure
     return data
+
+
+def _check_end(paths: JobPaths, emit: Recorder) -> None:
+    """Raise UsageError for a job that has ended, as its record says, and whose outcome is not among its events."""
+    ended = not paths.cluster and not records.need(paths.root).key  # on a cluster, jobs have no key
+    if ended and not any(isinstance(event, OutcomeDecided) for event in emit.events):
+        name = paths.root.name
+        raise UsageError(f"{name} has ended, and how was not recorded", f"its files stay in {paths.root}; run it again")
+
+
+@contextlib.contextmanager
+def _reserve(paths: JobPaths) -> Iterator[None]:
+    """Take some space of the disk until the end of the job, if that is possible."""
+    with contextlib.suppress(OSError, AttributeError):  # not on every system
+        file = os.open(paths.reserve, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            os.posix_fallocate(file, 0, RESERVE)
+        finally:
+            os.close(file)
+    try:
+        yield
+    finally:
+        paths.reserve.unlink(missing_ok=True)
 
 
 def _result(supervisor: Supervisor) -> tuple[JobResult, OrchestrateError | None]:
@@ -127,6 +161,7 @@ def _end(supervisor: Supervisor, result: JobResult, hide: Mask) -> dict[str, Any
     except patience.Abandoned:
         patience.calm()
         copies = job.copies.end("copying was stopped")
+    files.paths.reserve.unlink(missing_ok=True)
     emit(JobEnded(result.outcome, result.why))
     emit.close()
     seconds, metrics, checkpoints = emit.events[-1].seconds, hide.inside(files.metrics()), files.checkpoints()

@@ -94,9 +94,9 @@ class Supervisor:
 
     def _reconnect(self) -> None:
         """Connect to nodes that an earlier supervisor left: their files may not have been copied yet."""
-        with contextlib.suppress(EngineError):
+        self.connected = True
+        with contextlib.suppress(EngineError):  # those that do not respond now may do so at the end
             self.job.session.adopt(self.plan)
-            self.connected = True
 
     def _run_generations(self) -> JobResult:
         """Run generations until one of them ends the job."""

@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
             record(JobResumed())
             record.close()
             paths.page.unlink(missing_ok=True)
-            paths.report.unlink()  # from here on, the job has not ended
+            records.remove(paths.report)  # from here on, the job has not ended
     except BlockingIOError:
         _check(paths)
         raise

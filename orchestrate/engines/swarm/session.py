@@ -119,15 +119,16 @@ class SwarmSession(ClientSession):
         self.swarm.prepare()
         self.swarm.connect()
         self._update_nodes()
-        unknown = self.clients.adopt(plan)
-        self._start_sync(plan.workers)
-        return unknown
+        self._start_sync(plan.workers)  # first: nodes may have files though they do not respond now
+        return self.clients.adopt(plan)
 
     def gather(self, stopped: Callable[[], bool]) -> None:
         """Copy all files here: the next generation starts with the local files, not those on the nodes."""
         if self.sync:
             self.sync.catch_up(SYNC_TIMEOUT, stopped)
             self.sync.lacks_space()
+            for node in sorted(self.sync.silent() & self._running_nodes().keys()):
+                self.warn(f"the next generation starts without the last files of {node}, which does not respond")
 
     def start(self, plan: Plan, stopped: Callable[[], bool] = never) -> None:
         """Send the files of earlier generations to every node, and start the workers on those that have them."""
@@ -201,16 +202,16 @@ class SwarmSession(ClientSession):
     def down(self, grace: float, stopped: Callable[[], bool] = never) -> None:
         """Copy all files here, then remove services, network and relay."""
         if self.sync:
-            if self.clients.connections:  # otherwise, the last files are most likely here already
-                # If files stay on a node, no program of the job does.
-                self.clients.broadcast(protocol.Stop(kill=True, leftovers=True))
+            # If files stay on a node, no program of the job does.
+            self.clients.broadcast(protocol.Stop(kill=True, leftovers=True))
+            if self._running_nodes():
                 self.sync.copy_all(*((SYNC_TIMEOUT, stopped) if grace else (HURRIED_SYNC_TIMEOUT, never)))
-                silent = self.sync.silent()
-                wait_until(lambda: not silent & self._update_nodes().keys(), TASK_END_TIMEOUT, self.clock, 0.2)
-                for node in sorted(silent & self._update_nodes().keys()):
-                    raise EngineError(f"the files of {node} could not be copied: it does not respond", PORTS)
-                for node in sorted(silent):
-                    self.warn(f"the last files of {node} may be missing: it ended before they were copied")
+            silent = self.sync.silent()
+            wait_until(lambda: not silent & self._running_nodes().keys(), TASK_END_TIMEOUT, self.clock, 0.2)
+            for node in sorted(silent & self._running_nodes().keys()):
+                raise EngineError(f"the files of {node} could not be copied: it does not respond", PORTS)
+            for node in sorted(silent):
+                self.warn(f"the last files of {node} may be missing: it ended before they were copied")
             self._warn()
             self.sync.close()
             self.sync = None
@@ -241,14 +242,14 @@ class SwarmSession(ClientSession):
         for text in self.sync.warnings() if self.sync else ():
             self.warn(text)
 
+    def _running_nodes(self) -> dict[str, ApiObject]:
+        """List the nodes again; return those that run, as far as Swarm knows, though they may not respond."""
+        self.nodes = self.swarm.look()
+        return {name: task for name, task in self.nodes.items() if is_healthy(task) and self.manager.answers(task)}
+
     def _update_nodes(self) -> dict[str, ApiObject]:
         """List the nodes again; return the healthy ones."""
-        self.nodes = self.swarm.look()
-        return {
-            name: task
-            for name, task in self.nodes.items()
-            if is_healthy(task) and self.manager.answers(task) and task["ID"] not in self.abandoned
-        }
+        return {name: task for name, task in self._running_nodes().items() if task["ID"] not in self.abandoned}
 
     def _heard(self, node: str) -> None:
         self.asked.pop(node, None)
@@ -306,14 +307,14 @@ class SwarmSession(ClientSession):
     may_recover = runs
 
     def connect(self, node: str) -> NodeConnection | None:
-        """Connect to a node through the relay; None if it is not running."""
+        """Connect to a node through the relay; None if it is not running, or counts as lost."""
         self.linked[node] = self._task_id(node)
-        return self.reach(node)
+        return None if self.linked[node] in self.abandoned else self.reach(node)
 
     def reach(self, node: str) -> NodeConnection | None:
         """Connect to a node through the relay, and send it the relay's address for its lease."""
         task, relay = self.nodes.get(node), self.swarm.relay
-        if task is None or relay is None or task["ID"] in self.abandoned:
+        if task is None or relay is None or self._is_down(node):
             return None
         address, port = self.swarm.node_address(task)
         patience = RECONNECT_TIMEOUT if task["ID"] in self.have_code else FIRST_CONNECT_TIMEOUT

@@ -163,9 +163,8 @@ class FileSync:
         with self.changed:
             self.closing = True
             self.changed.notify_all()
-        for link in [node.link for node in self.nodes]:
-            if link:
-                link.interrupt()
+        for link in filter(None, [node.link for node in self.nodes]):
+            link.interrupt()
         self.thread.join(CLOSE_TIMEOUT)
 
     # --- the thread
@@ -204,7 +203,6 @@ class FileSync:
         try:
             node.link = node.link or self.connect(node.name)
             if node.link is None or self.closing:
-                node.tried = self.clock.monotonic()
                 return False
             with contextlib.ExitStack() as held:
                 return self._copy_from(node, node.link, held)
@@ -235,10 +233,9 @@ class FileSync:
         node.link, node.heard = None, False
 
     def _size(self, path: str) -> int:
-        try:
+        with contextlib.suppress(OSError):
             return (self.run_dir / path).stat().st_size
-        except OSError:
-            return 0
+        return 0
 
     def _append(self, path: str, data: str) -> bool:
         """Append new output to a log; return whether that succeeded."""
@@ -362,10 +359,9 @@ class FileSync:
             return
         for path in old:
             self._remove(node, path)
-        if node is self.nodes[0]:
-            for path in changes.gone:
-                if self._may_copy(node, path):
-                    self._remove(node, path)
+        for path in changes.gone if node is self.nodes[0] else ():
+            if self._may_copy(node, path):
+                self._remove(node, path)
         plain = {path: to for path, to in changes.links.items() if "/" not in to and to not in ("..", ".", "")}
         if len(plain) > MAX_LINKS:
             self.left.setdefault(node.name, next(islice(plain, MAX_LINKS, None)))

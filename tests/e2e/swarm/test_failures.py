@@ -220,3 +220,21 @@ def test_a_host_that_is_lost_while_nodes_start_must_be_replaced(cli, swarm):
     swarm.hosts[2].kill()
     job = Job(cli, swarm, "--", "work.py", trainers=2)
     assert job.end(240) == 0, job.err
+
+
+@pytest.mark.exhaustive
+@pytest.mark.slow
+def test_files_on_nodes_that_are_cut_off_at_the_end_must_stay_there_until_they_can_be_copied(cli, swarm):
+    (cli.folder / "writes.py").write_text(f"{WRITES_MUCH}print('written', flush=True)\nos.read(os.pipe()[0], 1)\n")
+    elsewhere = ("--set", f"constraints=[node.hostname != {swarm.hosts[0].name}]")
+    once = ("--set", "rules=[{cause: host lost, action: fail}]", "--set", "grace=2s")
+    job = Job(cli, swarm, *elsewhere, *once, "--", "writes.py", trainers=1)
+    eventually(lambda: any(job.has(rank, "written") for rank in (0, 1)))
+    swarm.hosts[0].cut_nodes()  # the hosts stay ready
+    assert job.end(240) == 1, job.err
+    assert "warning: not all nodes were removed: the files of " in job.err
+    swarm.hosts[0].heal()
+    done = cli("stop", cli.run_dir().name)
+    assert done.returncode == 0, done.stderr
+    sizes = [(cli.run_dir() / "job" / f"much-{rank}").stat().st_size for rank in (0, 1)]
+    assert sizes == [200_000_000] * 2

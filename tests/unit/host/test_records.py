@@ -341,6 +341,16 @@ def test_a_file_must_be_valid_before_its_next_version_is_written_and_if_it_canno
     assert not records.written(records.need(run), path.name, path.read_text())
 
 
+def test_a_file_that_was_removed_must_not_be_valid_if_it_is_put_back(run, kept):
+    records.make(run, KEY)
+    path = run / "report.json"
+    records.write(path, "old")
+    records.remove(path)
+    assert not path.exists() and not records.written(records.need(run), path.name, "old")
+    records.write(path, "new")
+    assert records.written(records.need(run), path.name, "new") and records.need(run).key == KEY.hex()
+
+
 def test_the_key_of_an_account_must_stay_and_be_its_own(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "one"))
     with ThreadPoolExecutor(8) as pool:

@@ -89,12 +89,12 @@ def test_a_stop_interrupted_by_a_lost_engine_must_be_repeated_with_its_grace_per
 
 
 @pytest.mark.parametrize("lost", [True, False])
-@pytest.mark.parametrize("known", ["node lost", "node stopped", "out of memory"])
+@pytest.mark.parametrize("known", ["node lost", "node stopped", "host lost", "out of memory"])
 def test_a_node_lost_with_the_engine_must_not_be_blamed(job, lost, known):
     engine = Leaving(job, 1, [], [KILLED], [ALL_WELL]) if lost else RecordingEngine([KILLED], [ALL_WELL])
     engine.explain = lambda end, node: known
     assert job.run(engine).outcome == "succeeded"
-    assert job.causes() == [(1, "engine lost" if lost and known.startswith("node ") else known)]
+    assert job.causes() == [(1, "engine lost" if lost and known != "out of memory" else known)]
 
 
 def test_a_worker_that_ended_before_the_engine_went_away_must_not_count_as_lost(job):

@@ -1,12 +1,20 @@
-"""Fixtures for copies of files of fake nodes."""
+"""Sessions with fake nodes, and copies of their files."""
 
 from typing import Any
 
 import pytest
+from support.swarm_nodes import three_nodes
 
 from orchestrate.clock import SYSTEM, Clock
 from orchestrate.engines.swarm import sync as sync_module
 from orchestrate.engines.swarm.sync import FileSync
+
+
+@pytest.fixture
+def engine(stub, clock, tmp_path):
+    """A session with three healthy nodes."""
+    with three_nodes(clock, tmp_path) as session:
+        yield session
 
 
 @pytest.fixture

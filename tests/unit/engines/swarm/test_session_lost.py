@@ -6,18 +6,12 @@ import threading
 import pytest
 from support.messages import encoded
 from support.scripted import Clock
-from support.swarm_nodes import FakeSession, connected, down, job, state, sync, three_nodes
+from support.swarm_nodes import FakeSession, connected, down, job, state, sync
 
 from orchestrate.engines.swarm import session as swarm
 from orchestrate.errors import EngineError
 from orchestrate.node.lease import LEASE_TIMEOUT
 from orchestrate.record.outcomes import WorkerExit
-
-
-@pytest.fixture
-def engine(stub, clock, tmp_path):
-    with three_nodes(clock, tmp_path) as session:
-        yield session
 
 
 @pytest.mark.parametrize("how", ["ended", "host down"])
@@ -182,10 +176,21 @@ def test_an_immediate_end_must_wait_a_few_seconds_for_files_and_keep_nodes_that_
     assert waits == [(swarm.HURRIED_SYNC_TIMEOUT, False)] and not stub.services
 
 
-def test_files_of_nodes_that_were_never_reached_must_not_be_waited_for(engine, stub):
+def test_files_of_nodes_that_have_ended_must_not_be_waited_for(engine, stub):
+    for node in ("master", "trainer-1", "trainer-2"):
+        state(stub, node, "failed")
     engine.sync = fake = sync(copy_all=EngineError("not all files came home"))
     engine.down(0.1)
     assert "copy_all" not in fake.calls and fake.calls[-1] == "close" and not stub.services
+
+
+def test_nodes_that_count_as_lost_must_be_kept_while_they_run_and_have_files(engine, stub):
+    engine.discard(["master", "trainer-1", "trainer-2"])
+    assert not engine.alive() and engine.connect("trainer-1") is None
+    engine.sync = fake = sync(silent={"trainer-1"})
+    with pytest.raises(EngineError, match="files of trainer-1 could not be copied"):
+        engine.down(0.1)
+    assert "copy_all" in fake.calls and stub.services
 
 
 def test_nodes_must_end_before_swarm_removes_them_within_a_time_limit(engine, stub, clock, monkeypatch):
@@ -205,6 +210,13 @@ def test_nodes_that_have_ended_must_not_be_waited_for(engine, stub, clock):
     began = clock.now
     engine.down(30.0)
     assert clock.now < began + 1
+
+
+def test_a_generation_that_starts_without_the_last_files_of_a_node_must_say_so(engine, stub):
+    state(stub, "trainer-2", "failed")  # the failure names it already
+    engine.sync = sync(silent={"trainer-1", "trainer-2"})
+    engine.gather(lambda: False)
+    assert engine.warned == ["the next generation starts without the last files of trainer-1, which does not respond"]
 
 
 def test_a_full_disk_must_be_reported_before_the_next_generation(engine):
