@@ -42,7 +42,7 @@ from orchestrate.supervise.supervisor import Supervisor
 from orchestrate.supervise.tensorboard import Board
 
 log = logging.getLogger(__name__)
-RESERVE = 1 << 18  # bytes of the disk for the last events and the report, in case the job fills it
+RESERVE = 1 << 17  # bytes of the disk for the last events and the report, in case the job fills it
 
 
 def supervise(
@@ -124,7 +124,12 @@ def _reserve(paths: JobPaths) -> Iterator[None]:
     try:
         yield
     finally:
-        paths.reserve.unlink(missing_ok=True)
+        _free(paths)
+
+
+def _free(paths: JobPaths) -> None:
+    with contextlib.suppress(OSError):
+        paths.reserve.unlink()
 
 
 def _result(supervisor: Supervisor) -> tuple[JobResult, OrchestrateError | None]:
@@ -161,7 +166,7 @@ def _end(supervisor: Supervisor, result: JobResult, hide: Mask) -> dict[str, Any
     except patience.Abandoned:
         patience.calm()
         copies = job.copies.end("copying was stopped")
-    files.paths.reserve.unlink(missing_ok=True)
+    _free(files.paths)
     emit(JobEnded(result.outcome, result.why))
     emit.close()
     seconds, metrics, checkpoints = emit.events[-1].seconds, hide.inside(files.metrics()), files.checkpoints()

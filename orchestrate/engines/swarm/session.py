@@ -125,9 +125,9 @@ class SwarmSession(ClientSession):
     def gather(self, stopped: Callable[[], bool]) -> None:
         """Copy all files here: the next generation starts with the local files, not those on the nodes."""
         if self.sync:
-            self.sync.catch_up(SYNC_TIMEOUT, stopped)
+            done = self.sync.catch_up(SYNC_TIMEOUT, stopped)
             self.sync.lacks_space()
-            for node in sorted(self.sync.silent() & self._running_nodes().keys()):
+            for node in sorted(self.sync.silent() & self._running_nodes().keys()) if done else ():
                 self.warn(f"the next generation starts without the last files of {node}, which does not respond")
 
     def start(self, plan: Plan, stopped: Callable[[], bool] = never) -> None:

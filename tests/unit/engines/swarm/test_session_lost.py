@@ -215,6 +215,9 @@ def test_nodes_that_have_ended_must_not_be_waited_for(engine, stub, clock):
 def test_a_generation_that_starts_without_the_last_files_of_a_node_must_say_so(engine, stub):
     state(stub, "trainer-2", "failed")  # the failure names it already
     engine.sync = sync(silent={"trainer-1", "trainer-2"})
+    engine.gather(lambda: True)  # interrupted: it was not asked yet
+    assert not engine.warned
+    engine.sync = sync(silent={"trainer-1", "trainer-2"}, catch_up=True)
     engine.gather(lambda: False)
     assert engine.warned == ["the next generation starts without the last files of trainer-1, which does not respond"]
 
