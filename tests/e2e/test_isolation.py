@@ -39,7 +39,7 @@ class Other:
 
     @property
     def run(self) -> Path:
-        return next(self.cli.folder.glob(f"runs/{self.name}-????"), self.cli.folder / "none")
+        return next(self.cli.folder.glob(f"runs/{self.name}-??????"), self.cli.folder / "none")
 
     def steps(self) -> int:
         log = self.run / "logs" / "rank-0.log"

@@ -120,7 +120,7 @@ def test_a_job_must_not_be_resumed_without_its_script_its_folder_or_its_record(f
     assert "error: the script train.py does not exist" in failed("resume", f"runs/{record.name}").stderr
     record.rename(record.with_name("other"))
     done = failed("resume", "runs/other")
-    assert (done.returncode, "has no record" in done.stderr) == (2, True)
+    assert (done.returncode, "has no record" in done.stderr) == (2, True), done.stderr
     (folder / "runs").rename(moved / "runs")
     folder.rmdir()
     moved.rename(folder)
