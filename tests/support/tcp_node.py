@@ -39,7 +39,7 @@ class Node:
     def connect(self, name: str = "", key: bytes = KEY) -> NodeConnection | None:
         link = NodeConnection(eventually(self.dial), key=key)
         self.links.append(link)
-        return link if link.greet(5) else None
+        return link if link.greet(60) else None
 
     def dial(self) -> socket.socket | None:
         try:
