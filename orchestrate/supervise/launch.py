@@ -19,15 +19,8 @@ from orchestrate.files import folder, log_file
 from orchestrate.host import records
 from orchestrate.plan.plan import Plan
 from orchestrate.record import lock, report, run_dir, usage
-from orchestrate.record.events import (
-    OURS,
-    Event,
-    GenerationStarted,
-    JobEnded,
-    NodesDown,
-    OutcomeDecided,
-    SupervisorStarted,
-)
+from orchestrate.record.events import OURS, Event, GenerationStarted, JobEnded, NodesDown, SupervisorStarted
+from orchestrate.record.history import History
 from orchestrate.record.outcomes import JobResult, Outcome
 from orchestrate.record.paths import JobPaths
 from orchestrate.record.recorder import Recorder
@@ -107,7 +100,7 @@ def supervise(
 def _check_end(paths: JobPaths, emit: Recorder) -> None:
     """Raise UsageError for a job that has ended, as its record says, and whose outcome is not among its events."""
     ended = not paths.cluster and not records.need(paths.root).key  # on a cluster, jobs have no key
-    if ended and not any(isinstance(event, OutcomeDecided) for event in emit.events):
+    if ended and not History(emit.events).outcome:
         name = paths.root.name
         raise UsageError(f"{name} has ended, and how was not recorded", f"its files stay in {paths.root}; run it again")
 

@@ -40,7 +40,7 @@ class StoreCopies(NoCopies):
     emit: Recorder
     mirror: Mirror | None = None
     warned: set[str] = field(default_factory=set)
-    copying: tuple[Progress, Callable[[], bool]] | None = None  # progress of copying the output, and when to give up
+    copying: tuple[Progress, Callable[[], bool]] | None = None  # of the output: what is copied, and whether to stop
 
     def begin(self, stopped: Callable[[], bool]) -> None:
         """Fetch the newest checkpoints if no worker has ever started, and begin to copy; raises OrchestrateError.

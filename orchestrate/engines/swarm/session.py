@@ -127,7 +127,7 @@ class SwarmSession(ClientSession):
         if self.sync:
             done = self.sync.catch_up(SYNC_TIMEOUT, stopped)
             self.sync.lacks_space()
-            for node in sorted(self.sync.silent() & self._running_nodes().keys()) if done else ():
+            for node in self._still_running(self.sync.silent()) if done else ():
                 self.warn(f"the next generation starts without the last files of {node}, which does not respond")
 
     def start(self, plan: Plan, stopped: Callable[[], bool] = never) -> None:
@@ -207,8 +207,8 @@ class SwarmSession(ClientSession):
             if self._running_nodes():
                 self.sync.copy_all(*((SYNC_TIMEOUT, stopped) if grace else (HURRIED_SYNC_TIMEOUT, never)))
             silent = self.sync.silent()
-            wait_until(lambda: not silent & self._running_nodes().keys(), TASK_END_TIMEOUT, self.clock, 0.2)
-            for node in sorted(silent & self._running_nodes().keys()):
+            wait_until(lambda: not self._still_running(silent), TASK_END_TIMEOUT, self.clock, 0.2)
+            for node in self._still_running(silent):
                 raise EngineError(f"the files of {node} could not be copied: it does not respond", PORTS)
             for node in sorted(silent):
                 self.warn(f"the last files of {node} may be missing: it ended before they were copied")
@@ -246,6 +246,9 @@ class SwarmSession(ClientSession):
         """List the nodes again; return those that run, as far as Swarm knows, though they may not respond."""
         self.nodes = self.swarm.look()
         return {name: task for name, task in self.nodes.items() if is_healthy(task) and self.manager.answers(task)}
+
+    def _still_running(self, nodes: set[str]) -> list[str]:
+        return sorted(nodes & self._running_nodes().keys()) if nodes else []
 
     def _update_nodes(self) -> dict[str, ApiObject]:
         """List the nodes again; return the healthy ones."""

@@ -1,4 +1,4 @@
-"""Which nodes a session starts, which it replaces, and when it gives up; with a fake Swarm."""
+"""A session must start missing nodes, replace lost ones, and stop waiting in time; with a fake Swarm."""
 
 import pytest
 from support.manager_stub import StubManager
