@@ -1,4 +1,4 @@
-"""NoCopies the code folder of a job to its working directory, while its nodes start."""
+"""Copies the code folder of a job to its working directory, while its nodes start."""
 
 from __future__ import annotations
 
