@@ -216,6 +216,7 @@ class SwarmSession(ClientSession):
             self.sync.close()
             self.sync = None
         if self.persistent:
+            self.abandoned.clear()  # a node that was lost may respond again, and still have processes of the job
             unclean = self.clients.clean(self._update_nodes())
             self.discard(unclean)
             if not wait_until(lambda: not self._any_runs(self.nodes, unclean), UNCLEAN_TIMEOUT, self.clock, 0.2):

@@ -273,8 +273,9 @@ def test_nodes_of_a_cluster_must_outlive_a_job_and_keep_its_files_separate(local
     assert local_hosts.nodes[stub.task("master")["ID"]].poll() is None
 
 
+@pytest.mark.parametrize("when", ["at the end", "in an earlier generation"])
 def test_a_node_of_a_cluster_that_cannot_be_cleaned_and_does_not_end_must_be_reported(
-    local_hosts, stub, on_cluster, monkeypatch
+    local_hosts, stub, on_cluster, monkeypatch, when
 ):
     engine, job, _ = on_cluster
     started(engine, job, "0")
@@ -285,9 +286,13 @@ def test_a_node_of_a_cluster_that_cannot_be_cleaned_and_does_not_end_must_be_rep
     engine.sync = None
     node = local_hosts.nodes[stub.task("master")["ID"]]
     node.send_signal(signal.SIGSTOP)
-    with pytest.raises(EngineError, match="master could not be cleaned: what the job has started may still run there"):
-        engine.down(1.0)
-    node.send_signal(signal.SIGCONT)
+    if when == "in an earlier generation":
+        engine.discard(["master"])
+    try:
+        with pytest.raises(EngineError, match="master could not be cleaned: what the job has started may still run"):
+            engine.down(1.0)
+    finally:
+        node.send_signal(signal.SIGCONT)
 
 
 def test_an_unreachable_node_must_be_reported_and_no_longer_used(local_hosts, stub):
