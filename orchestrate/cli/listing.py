@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from orchestrate.cli import cluster
+from orchestrate.api import cluster
 from orchestrate.cli.find import created_at, job_folders
 from orchestrate.dataclass import dataclass, field
 from orchestrate.engines import choice

@@ -100,6 +100,7 @@ LAYERS = (
     "storage",
     "engines",
     "supervise",
+    "api",
     "export",
     "doctor",
     "cli",

@@ -7,7 +7,8 @@ import os
 from typing import TYPE_CHECKING
 
 from orchestrate import errors
-from orchestrate.cli import cluster, find, options, removal
+from orchestrate.api import cluster
+from orchestrate.cli import find, options, removal
 from orchestrate.cli.parser import Parser
 from orchestrate.console import print_message
 from orchestrate.engines import choice

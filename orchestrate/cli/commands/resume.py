@@ -8,9 +8,9 @@ import secrets
 from pathlib import Path
 from typing import NoReturn
 
+from orchestrate.api.script import check_script
 from orchestrate.cli import display, find, options, result, signals
 from orchestrate.cli.parser import Parser
-from orchestrate.cli.script import check_script
 from orchestrate.console import print_message, quoted
 from orchestrate.engines.ports import port
 from orchestrate.errors import UsageError

@@ -6,7 +6,8 @@ import argparse
 import dataclasses
 
 from orchestrate import errors
-from orchestrate.cli import cluster, options, request
+from orchestrate.api import cluster
+from orchestrate.cli import options, request
 from orchestrate.cli.parser import Parser
 from orchestrate.console import out, phase, print_message
 from orchestrate.engines import choice

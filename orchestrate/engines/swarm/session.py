@@ -220,8 +220,7 @@ class SwarmSession(ClientSession):
             unclean = self.clients.clean(self._update_nodes())
             self.discard(unclean)
             if not wait_until(lambda: not self._any_runs(self.nodes, unclean), UNCLEAN_TIMEOUT, self.clock, 0.2):
-                names = ", ".join(sorted(unclean))
-                why = f"{names} could not be cleaned: what the job has started may still run there"
+                why = f"{', '.join(sorted(unclean))} could not be cleaned: what the job has started may still run there"
                 raise EngineError(why, f"python -m orchestrate down {self.swarm.project}")
         else:
             self._remove(grace)

@@ -3,10 +3,10 @@
 import pytest
 from support.scripted import ALL_WELL
 
+from orchestrate.api.script import check_script
 from orchestrate.cli.arguments import parse
 from orchestrate.cli.main import main
 from orchestrate.cli.request import spec_of
-from orchestrate.cli.script import check_script
 from orchestrate.errors import UsageError
 from orchestrate.record import run_dir
 from orchestrate.spec import command

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 from support.plans import HERE, plan, with_gpus
 
-from orchestrate.cli.cluster import Cluster
+from orchestrate.api.cluster import Cluster
 from orchestrate.errors import UsageError
 from orchestrate.host.users import nodes_of
 from orchestrate.plan.limits import limits

@@ -12,7 +12,7 @@ from support.methods import raising
 from support.other_user import as_user, folder_of_user
 from support.plans import HERE, Site, plan
 
-from orchestrate.cli import cluster
+from orchestrate.api import cluster
 from orchestrate.engines.base import JobState, ignoring, never
 from orchestrate.errors import EngineError, OrchestrateError, UsageError
 from orchestrate.host import records, users

@@ -1,0 +1,132 @@
+"""From a spec to a job on disk: what it needs is there, its plan is made, and a supervisor can take it."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO
+
+from orchestrate.api import cluster
+from orchestrate.console import print_message
+from orchestrate.dataclass import dataclass
+from orchestrate.engines import choice
+from orchestrate.engines.base import Engine
+from orchestrate.engines.ports import port
+from orchestrate.files.paths import PACKAGE, STDIN, code_folder
+from orchestrate.plan import preload
+from orchestrate.plan.plan import Inventory, Placement, Plan, plan
+from orchestrate.record import lock, run_dir
+from orchestrate.record.paths import JobPaths
+from orchestrate.spec import folders, worktree
+from orchestrate.spec.spec import JobSpec
+from orchestrate.supervise import stores
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A job that can be created and supervised."""
+
+    spec: JobSpec
+    plan: Plan
+    paths: JobPaths
+    engine: Engine
+
+    def create(self, stdin: IO[bytes] | None = None) -> None:
+        """Create the run directory; rank 0 will read `stdin`, if given. Raises UsageError, OSError."""
+        run_dir.create(self.spec, self.plan, self.paths)
+        run_dir.keep_changes(self.spec, self.plan, self.paths)
+        if stdin:
+            with self.paths.folder.opened() as folder:
+                flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+                descriptor = os.open(STDIN, flags, 0o644, dir_fd=folder)
+            with stdin, os.fdopen(descriptor, "wb") as file:
+                os.fchmod(descriptor, 0o644)
+                shutil.copyfileobj(stdin, file)
+
+
+def prepare(spec: JobSpec, runs: Path) -> Prepared:
+    """Build or fetch what a job needs, and plan it: on a cluster in the folder `runs` that fits, or nodes of its own.
+
+    Its nodes are started already if the spec has `keep`. Raises OrchestrateError.
+    """
+    engine, paths, revision = _begin(spec, runs)
+    stores.prepare(spec)
+    engine.prepare(spec, paths.shared)
+    inventory, own = engine.inventory(spec, paths.shared, run_image=True)
+    own = dataclasses.replace(own, revision=revision())
+    placement = _placement(spec, inventory, own, paths, engine)
+    if placement is own:
+        cluster.remove_kept(engine, runs)
+        placement = cluster.keep(engine, spec, runs, own, paths.root.name) if spec.keep else own
+    return Prepared(spec, _plan(spec, inventory, placement, paths), paths, engine)
+
+
+def planned(spec: JobSpec, runs: Path) -> Plan:
+    """Return the plan of a job without creating anything; raises OrchestrateError."""
+    engine, paths, revision = _begin(spec, runs)
+    inventory, own = engine.inventory(spec, paths.shared, run_image=False)
+    own = dataclasses.replace(own, revision=revision())
+    return _plan(spec, inventory, _placement(spec, inventory, own, paths, engine), paths)
+
+
+def start_supervisor(paths: JobPaths) -> None:
+    """Start a supervisor in the background, and return once it has the job."""
+    safe = ["-I"] if sys.flags.isolated else ["-P"] if getattr(sys.flags, "safe_path", False) else []
+    command = [sys.executable, *safe, "-m", "orchestrate", "attach", paths.root.name, "--runs", str(paths.root.parent)]
+    with open(paths.supervisor_log, "w", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
+        child = subprocess.Popen(
+            command,
+            cwd=PACKAGE.parent,  # `-m` searches the current folder first, which may have another orchestrate.py
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    while not lock.holder(paths) and not run_dir.ended(paths) and child.poll() is None:
+        time.sleep(0.02)
+    child.returncode = child.returncode or 0  # avoids a ResourceWarning: it outlives this process
+
+
+def _begin(spec: JobSpec, runs: Path) -> tuple[Engine, JobPaths, Callable[[], str]]:
+    """Return the engine and the paths of a new job, and a function that waits for the revision of its code.
+
+    What takes time and needs no engine runs meanwhile.
+    """
+    code = code_folder(spec.command)
+    preload.start(spec, code)  # while the engine's modules are imported
+    revision = worktree.revision(code)
+    return choice.select_engine(spec), JobPaths(runs / run_dir.new_id(spec)), revision
+
+
+def _placement(spec: JobSpec, inventory: Inventory, own: Placement, paths: JobPaths, engine: Engine) -> Placement:
+    """Return the job's placement on the first cluster that fits, otherwise `own`; print why clusters do not fit."""
+    runs, job_id = paths.root.parent, paths.root.name
+    for candidate in cluster.found(runs):
+        placement = candidate.placement(own, job_id)
+        reasons = candidate.differences(spec, plan(spec, inventory, placement, job_id, 0))
+        if not reasons:
+            return placement
+        if candidate.plan.placement.keep and not candidate.user():
+            continue  # removed if the job needs its memory
+        print_message(f"not using {candidate.name}: {'; '.join(reasons)}")
+    for other in cluster.elsewhere(engine, runs):
+        if other.plan.placement.code == own.code:
+            print_message(f"not using {other.name}: its jobs are in another folder (--runs {other.paths.root.parent})")
+    return own
+
+
+def _plan(spec: JobSpec, inventory: Inventory, placement: Placement, paths: JobPaths) -> Plan:
+    """Return the plan of a new job; print what may surprise its user."""
+    job_plan = plan(spec, inventory, placement, paths.root.name, port(placement.network, 0))
+    for mount in folders.mounts(spec):
+        if real := folders.led_out(mount.source):
+            print_message(f"{mount.source} is a link: the job can read {real}")
+    if not placement.keep:  # otherwise said before its nodes were started
+        cluster.warn_of_crowd(job_plan)
+    return job_plan
