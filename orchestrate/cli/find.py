@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,10 +15,8 @@ from orchestrate.engines import choice
 from orchestrate.errors import UsageError
 from orchestrate.files.paths import NAME
 from orchestrate.host import owners, records
-from orchestrate.plan.plan import Plan
 from orchestrate.record import run_dir
 from orchestrate.record.paths import JobPaths
-from orchestrate.spec.spec import JobSpec
 
 if TYPE_CHECKING:
     from orchestrate.engines.base import Engine
@@ -149,11 +146,6 @@ def paths_of(args: argparse.Namespace) -> JobPaths:
     return JobPaths(find(args, choice.available_engines()))
 
 
-def engine_of(spec: JobSpec, plan: Plan) -> Engine:
-    """Return the engine in a job's plan; its spec may be `auto`."""
-    return choice.select_engine(dataclasses.replace(spec, engine=plan.engine))
-
-
 def anywhere(args: argparse.Namespace) -> tuple[JobPaths, list[Engine]]:
     """Return a job's files and all engines that answer; raises OrchestrateError if the job's own does not."""
     engines = choice.available_engines()
@@ -161,5 +153,5 @@ def anywhere(args: argparse.Namespace) -> tuple[JobPaths, list[Engine]]:
     with contextlib.suppress(UsageError):  # its files are unreadable
         spec, plan = run_dir.load(paths)
         if plan.engine not in {engine.name for engine in engines}:
-            return paths, [engine_of(spec, plan), *engines]
+            return paths, [choice.of_plan(spec, plan), *engines]
     return paths, engines

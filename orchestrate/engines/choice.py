@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import sys
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING
 from orchestrate.console import print_message
 from orchestrate.engines.swarm import unsupported
 from orchestrate.errors import EngineLost, OrchestrateError, ResourceError
+from orchestrate.plan.plan import Plan
 from orchestrate.spec.spec import JobSpec
 
 if TYPE_CHECKING:
@@ -44,6 +46,11 @@ def select_engine(spec: JobSpec) -> Engine:
     from orchestrate.engines.process import ProcessEngine
 
     return ProcessEngine()
+
+
+def of_plan(spec: JobSpec, plan: Plan) -> Engine:
+    """Return the engine in a job's plan; its spec may be `auto`."""
+    return select_engine(dataclasses.replace(spec, engine=plan.engine))
 
 
 @contextlib.contextmanager

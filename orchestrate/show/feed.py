@@ -220,10 +220,10 @@ class Feed:
 class Recorded:
     """Passes to a feed what another process records of a job: events, plans, and what its workers use."""
 
-    def __init__(self, paths: JobPaths, feed: Feed) -> None:
-        """The first turn passes what has happened so far to the screen, without messages."""
+    def __init__(self, paths: JobPaths, feed: Feed, past: bool = False) -> None:
+        """The first turn passes what has happened so far to the screen, with messages only if `past`."""
         self.paths, self.feed = paths, feed
-        self.seen, self.size = 0, -1  # events, and bytes of their file
+        self.seen, self.size = 0, 0 if past else -1  # events, and bytes of their file
         self.used, self.due = 0.0, 0.0  # time of the last usage, and of the next question for it
 
     def turn(self) -> None:

@@ -91,7 +91,7 @@ def test_a_job_that_has_succeeded_must_not_be_resumed(failed):
 def test_a_job_that_another_process_has_resumed_meanwhile_must_not_be_resumed(failed):
     """For example, while the image was built."""
     (failed.folder / "train.py").write_text("")
-    late = "from orchestrate.cli import main; from orchestrate.cli.commands import resume; import subprocess, sys; "
+    late = "from orchestrate.cli import main; from orchestrate.api import resume; import subprocess, sys; "
     late += "prepare = resume.check_script; command = [sys.executable, '-m', 'orchestrate', 'resume']; "
     late += "resume.check_script = lambda spec: (subprocess.run(command, check=True), prepare(spec)); "
     late += "sys.exit(main.main(['resume']))"

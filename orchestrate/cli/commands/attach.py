@@ -8,14 +8,13 @@ import signal
 from orchestrate.cli import display, find, options, result, signals, waiting
 from orchestrate.cli.parser import Parser
 from orchestrate.console import print_message
+from orchestrate.engines import choice
 from orchestrate.record import lock, run_dir
-from orchestrate.record.logs import Follower, rest
-from orchestrate.record.paths import JobPaths
-from orchestrate.show.feed import Feed, Recorded
-from orchestrate.spec.spec import JobSpec
+from orchestrate.record.logs import rest
+from orchestrate.show.feed import Feed
+from orchestrate.show.follow import follow
 from orchestrate.supervise import launch, stores
 
-INTERVAL = 0.1  # seconds between two reads of the logs
 KEYS = "Ctrl-C detaches; the job continues"
 
 
@@ -36,14 +35,16 @@ def run(args: argparse.Namespace) -> int:
         if supervisor := lock.holder(paths):
             if not options.quiet(args):
                 print_message(f"following {paths.root.name}, supervised by {supervisor} (Ctrl-C detaches)")
-            _follow(args, paths, spec, follower)
+            now = run_dir.load(paths)[1]
+            with display.shown(args, now, paths, KEYS) as shown, waiting.detaching(paths.root.name):
+                follow(paths, spec, now, shown, follower, args.clock)
             continue
         if run_dir.ended(paths):
             continue
         stores.check(spec)  # before this process is responsible for the job
         if not options.quiet(args):
             print_message(f"supervising {paths.root.name}")
-        engine, stops = find.engine_of(spec, plan), signals.count(spec)
+        engine, stops = choice.of_plan(spec, plan), signals.count(spec)
         try:
             with display.shown(args, plan, paths) as shown:
                 data = launch.supervise(paths, engine, stops, Feed(paths, spec, plan, shown, follower))
@@ -54,18 +55,3 @@ def run(args: argparse.Namespace) -> int:
             signal.signal(signal.SIGHUP, signal.SIG_DFL)
     assert data
     return result.show(args, paths.root.name, data)
-
-
-def _follow(args: argparse.Namespace, paths: JobPaths, spec: JobSpec, follower: Follower) -> None:
-    """Show a job until it ends or has no supervisor anymore."""
-    plan, running = run_dir.load(paths)[1], True
-    with display.shown(args, plan, paths, KEYS) as shown, waiting.detaching(paths.root.name):
-        feed = Feed(paths, spec, plan, shown, follower)
-        record = Recorded(paths, feed)
-        while running:
-            running = bool(lock.holder(paths)) and not run_dir.ended(paths)
-            record.turn()
-            if running:
-                feed.turn()
-                args.clock.sleep(INTERVAL)
-        feed.last()

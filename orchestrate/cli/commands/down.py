@@ -7,8 +7,8 @@ import os
 from typing import TYPE_CHECKING
 
 from orchestrate import errors
-from orchestrate.api import cluster
-from orchestrate.cli import find, options, removal
+from orchestrate.api import cluster, removal
+from orchestrate.cli import options
 from orchestrate.cli.parser import Parser
 from orchestrate.console import print_message
 from orchestrate.engines import choice
@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
         what = f"{args.cluster} matches {len(matches)} clusters" if matches else f"no such cluster: {args.cluster}"
         raise UsageError(what, f"clusters in {args.shown}: {known}" if known else f"no clusters in {args.shown}")
     chosen = matches[0]
-    name, engine = chosen.name, find.engine_of(chosen.spec, chosen.plan)
+    name, engine = chosen.name, choice.of_plan(chosen.spec, chosen.plan)
     resources = removal.resources([engine], name)
     if args.dry_run:
         return removal.show(resources, f"folder {chosen.paths.root}")

@@ -6,7 +6,8 @@ import argparse
 import os
 
 from orchestrate import errors
-from orchestrate.cli import find, options, removal
+from orchestrate.api import removal
+from orchestrate.cli import find, options
 from orchestrate.cli.parser import Parser
 from orchestrate.console import print_message
 from orchestrate.errors import UsageError

@@ -57,8 +57,8 @@ def _start(args: argparse.Namespace) -> int:
     """Prepare, plan and launch a job, and return the exit code."""
     began = args.clock.monotonic()
     spec = request.spec_of(args)
-    job = prepare.prepare(spec, args.runs)
     stdin = _read_stdin() if spec.stdin else None
+    job = prepare.prepare(spec, args.runs)
     _tell_of_example(args, spec)
     display.style_of(args, job.plan)  # before there is a job: its options may be wrong
     stops = signals.count(spec) if not args.detach else lambda: 0

@@ -4,27 +4,13 @@ from __future__ import annotations
 
 import argparse
 import os
-from typing import TYPE_CHECKING
 
 from orchestrate import errors
-from orchestrate.cli import find, options, removal, signals
+from orchestrate.api import removal, stop
+from orchestrate.cli import find, options, signals
 from orchestrate.cli.parser import Parser
-from orchestrate.clock import Clock
 from orchestrate.console import print_message
-from orchestrate.errors import OrchestrateError
 from orchestrate.host import records
-from orchestrate.record import lock, run_dir
-from orchestrate.record.logs import rest
-from orchestrate.record.paths import JobPaths
-from orchestrate.show.feed import Feed
-from orchestrate.show.screen import Display
-from orchestrate.supervise import launch
-
-if TYPE_CHECKING:
-    from orchestrate.engines.base import Engine
-
-
-MAX_STOP_ATTEMPTS = 20  # attempts, 0.1 s apart, to verify the supervisor that holds a lock: it may be starting
 
 
 def add_arguments(parser: Parser) -> None:
@@ -40,59 +26,8 @@ def run(args: argparse.Namespace) -> int:
     name = paths.root.name
     if os.path.lexists(paths.root):
         records.need(paths.root)
-    resources = removal.resources(engines, name)
     if args.dry_run:
-        return removal.show(resources)
-    data = run_dir.ended(paths)
-    left = data and data["left_behind"] and paths.cluster  # its files are still on nodes of a cluster
-    if data and not left and not resources and not lock.holder(paths):
-        print_message(f"{name} has already ended")
-        return errors.SUCCEEDED
-    _ask_to_stop(paths, args.clock)
-    resources = removal.resources(engines, name)
-    if resources or left or not run_dir.ended(paths):
-        print_message(f"{name} has no supervisor: removing its nodes")
-        _stop_unsupervised(paths, resources)
-    left = [resource for _, resource in removal.resources(engines, name)]
-    if left:
-        raise OrchestrateError(f"could not remove {', '.join(left)} of {name}", f"python -m orchestrate stop {name}")
-    print_message(f"{name} stopped")
+        return removal.show(removal.resources(engines, name))
+    stopped = stop.stop(paths, engines, args.clock, signals.count)
+    print_message(f"{name} stopped" if stopped else f"{name} has already ended")
     return errors.SUCCEEDED
-
-
-def _ask_to_stop(paths: JobPaths, clock: Clock) -> None:
-    """Ask a job's supervisor to stop it, and return once it has no supervisor."""
-    attempts = 0
-    while supervisor := lock.holder(paths):
-        print_message(f"asking the supervisor of {paths.root.name} to stop")
-        if not supervisor.ask_to_stop():  # it is just starting or exiting
-            attempts += 1
-            if attempts > MAX_STOP_ATTEMPTS:
-                raise OrchestrateError(
-                    f"{paths.lock} is locked by a process that cannot be verified as its supervisor",
-                    "run stop where the job was started: in the same container, as the same user",
-                )
-            clock.sleep(0.1)
-            continue
-        while lock.holder(paths) == supervisor:
-            clock.sleep(0.1)
-
-
-def _stop_unsupervised(paths: JobPaths, resources: list[tuple[Engine, str]]) -> None:
-    """Stop a job whose supervisor is gone, and write its report; remove its nodes if that fails.
-
-    Raises OrchestrateError if nodes still have files that cannot be copied to the run directory.
-    """
-    try:
-        spec, plan = run_dir.load(paths)
-        engine = find.engine_of(spec, plan)
-        more = signals.count(spec)
-        feed = Feed(paths, spec, plan, Display(print_message), rest(paths, spec, plan))
-        data = launch.supervise(paths, engine, lambda: 1 + more(), feed)
-    except (OrchestrateError, BlockingIOError):
-        return removal.remove(paths, resources)
-    if why := data["left_behind"]:
-        name, cluster = paths.root.name, paths.cluster
-        other = f"down {cluster}" if cluster else f"rm {name}"
-        hint = f"fix the problem and run stop again, or remove what is left: python -m orchestrate {other}"
-        raise OrchestrateError(f"could not remove all nodes of {name}: {why}", hint)

@@ -8,7 +8,7 @@ from typing import cast
 
 import pytest
 
-from orchestrate.cli import removal
+from orchestrate.api import removal
 from orchestrate.engines import base, sockets
 from orchestrate.engines.base import JobState
 from orchestrate.engines.process import ProcessEngine

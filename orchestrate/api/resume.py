@@ -1,0 +1,82 @@
+"""Another generation of a job that has ended, with the files of its run directory."""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+from pathlib import Path
+
+from orchestrate.api.prepare import Prepared
+from orchestrate.api.script import check_script
+from orchestrate.engines import choice
+from orchestrate.engines.ports import port
+from orchestrate.errors import UsageError
+from orchestrate.files.paths import code_folder
+from orchestrate.host import records, users
+from orchestrate.plan.plan import Plan, plan
+from orchestrate.record import lock, run_dir
+from orchestrate.record.events import JobResumed
+from orchestrate.record.history import History
+from orchestrate.record.outcomes import Outcome
+from orchestrate.record.paths import JobPaths
+from orchestrate.spec import source, worktree
+from orchestrate.supervise import launch, stores
+
+
+def resume(paths: JobPaths) -> Prepared:
+    """Prepare a job that was stopped, failed or was lost, so that a supervisor continues it.
+
+    Its image and GPUs are checked again. Makes its code folder the current one. Raises OrchestrateError.
+    """
+    check(paths)
+    spec, last = run_dir.load(paths)
+    try:
+        source.go_to(Path(last.placement.code))
+    except OSError as error:
+        hint = "restore the folder (a link is not followed), or start a new job"
+        raise UsageError(f"cannot enter the job's code folder {last.placement.code}: {error.strerror}", hint) from None
+    check_script(spec)
+    stores.prepare(spec)
+    engine, name = choice.of_plan(spec, last), paths.root.name
+    engine.prepare(spec, paths.shared)
+    inventory, placement = engine.inventory(spec, paths.shared, run_image=True)
+    placement = dataclasses.replace(placement, revision=worktree.revision(code_folder(spec.command))())
+    try:
+        with lock.held(paths):
+            check(paths)  # again: another process may have resumed the job meanwhile
+            record = launch.recorder(paths, hide=spec.mask())
+            ended = History(record.events).ended
+            number = ended[-1].generation + 1 if ended else 0
+            wanted = plan(spec, inventory, placement, name, port(placement.network, number), number)
+            records.reopen(paths.root, secrets.token_bytes(32))
+            run_dir.keep(paths, wanted, spec)
+            run_dir.keep_changes(spec, wanted, paths)
+            record(JobResumed())
+            record.close()
+            paths.page.unlink(missing_ok=True)
+            records.remove(paths.report)  # from here on, the job has not ended
+    except BlockingIOError:
+        check(paths)
+        raise
+    return Prepared(spec, wanted, paths, engine)
+
+
+def check(paths: JobPaths) -> Plan:
+    """Return the plan of a job that can be resumed; raises UsageError for any other."""
+    name, data = paths.root.name, run_dir.ended(paths)
+    records.need(paths.root)
+    if not data:
+        state = f"is supervised by {supervisor}" if (supervisor := lock.holder(paths)) else "has no supervisor"
+        raise UsageError(f"{name} has not ended: it {state}", f"python -m orchestrate attach {name}")
+    if data["outcome"] == Outcome.SUCCEEDED:
+        raise UsageError(f"{name} has succeeded", "start a new job; its script can load the checkpoints of this one")
+    if data["left_behind"]:
+        raise UsageError(f"not all nodes of {name} were removed", f"python -m orchestrate stop {name}")
+    spec, last = run_dir.load(paths)
+    user, owner = users.nodes_of(spec.user), paths.shared.stat().st_uid
+    if last.engine != "process" and user and user[0] != owner:  # who could not write to the job folder
+        raise UsageError(
+            f"the files of {name} belong to user {owner}, but its nodes would run as user {user[0]}",
+            "resume it as it was started: with or without sudo",
+        )
+    return last
