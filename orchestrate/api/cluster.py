@@ -12,7 +12,7 @@ import os
 import time
 from pathlib import Path
 
-from orchestrate.console import print_message
+from orchestrate.console import phase, print_message
 from orchestrate.dataclass import dataclass
 from orchestrate.engines.base import SWARMS, Engine, Session
 from orchestrate.engines.ports import port
@@ -23,6 +23,7 @@ from orchestrate.plan.plan import Placement, Plan, names, plan, pluralize
 from orchestrate.record import lock, run_dir
 from orchestrate.record.paths import JobPaths
 from orchestrate.spec.spec import JobSpec
+from orchestrate.supervise import stores
 
 # Settings that a node keeps from its creation, so that a job must have the same.
 FIXED_KEYS = (
@@ -157,6 +158,23 @@ def bring_up(engine: Engine, spec: JobSpec, runs: Path, code: Path | None = None
         take_down(engine, cluster, 0)
         raise
     return cluster, session
+
+
+def start(engine: Engine, spec: JobSpec, runs: Path, patience: float) -> tuple[Cluster, bool]:
+    """Create a cluster as `bring_up`; also return whether its nodes have imported what jobs need in `patience` s."""
+    stores.prepare(spec)
+    phase(f"starting {pluralize(spec.trainers + 1 + spec.spares, 'node')}")
+    created, session = bring_up(engine, dataclasses.replace(spec, name=spec.name or "cluster"), runs)
+    packages, warm = ", ".join(created.plan.placement.packages), True
+    if packages:
+        phase(f"importing {packages} in {pluralize(len(created.plan.nodes), 'node')}")
+        try:
+            warm = session.wait_until_warm(created.plan.nodes, patience)
+        except BaseException:  # Ctrl-C
+            take_down(engine, created, 0)
+            raise
+    phase("")
+    return created, warm
 
 
 def warn_of_crowd(plan: Plan) -> None:

@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO
 
@@ -18,7 +18,8 @@ from orchestrate.dataclass import dataclass
 from orchestrate.engines import choice
 from orchestrate.engines.base import Engine
 from orchestrate.engines.ports import port
-from orchestrate.files.paths import PACKAGE, STDIN, code_folder
+from orchestrate.errors import UsageError
+from orchestrate.files.paths import PACKAGE, code_folder
 from orchestrate.plan import preload
 from orchestrate.plan.plan import Inventory, Placement, Plan, plan
 from orchestrate.record import lock, run_dir
@@ -26,6 +27,8 @@ from orchestrate.record.paths import JobPaths
 from orchestrate.spec import folders, worktree
 from orchestrate.spec.spec import JobSpec
 from orchestrate.supervise import stores
+
+_bound: list[IO[bytes]] = []  # pipes to supervisors, which end with this process
 
 
 @dataclass(frozen=True)
@@ -37,30 +40,31 @@ class Prepared:
     paths: JobPaths
     engine: Engine
 
-    def create(self, stdin: IO[bytes] | None = None) -> None:
-        """Create the run directory; rank 0 will read `stdin`, if given. Raises UsageError, OSError."""
+    def create(self, files: Mapping[str, IO[bytes]]) -> None:
+        """Create the run directory, with files in the job folder, by name; raises UsageError, OSError."""
         run_dir.create(self.spec, self.plan, self.paths)
         run_dir.keep_changes(self.spec, self.plan, self.paths)
-        if stdin:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+        for name, content in files.items():
             with self.paths.folder.opened() as folder:
-                flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-                descriptor = os.open(STDIN, flags, 0o644, dir_fd=folder)
-            with stdin, os.fdopen(descriptor, "wb") as file:
+                descriptor = os.open(name, flags, 0o644, dir_fd=folder)
+            with content, os.fdopen(descriptor, "wb") as file:
                 os.fchmod(descriptor, 0o644)
-                shutil.copyfileobj(stdin, file)
+                shutil.copyfileobj(content, file)
 
 
-def prepare(spec: JobSpec, runs: Path) -> Prepared:
+def prepare(spec: JobSpec, runs: Path, on: str = "") -> Prepared:
     """Build or fetch what a job needs, and plan it: on a cluster in the folder `runs` that fits, or nodes of its own.
 
-    Its nodes are started already if the spec has `keep`. Raises OrchestrateError.
+    `on` is the name of the only cluster that will do. The nodes are started already if the spec has `keep`. Raises
+    OrchestrateError.
     """
     engine, paths, revision = _begin(spec, runs)
     stores.prepare(spec)
     engine.prepare(spec, paths.shared)
     inventory, own = engine.inventory(spec, paths.shared, run_image=True)
     own = dataclasses.replace(own, revision=revision())
-    placement = _placement(spec, inventory, own, paths, engine)
+    placement = _placement(spec, inventory, own, paths, engine, on)
     if placement is own:
         cluster.remove_kept(engine, runs)
         placement = cluster.keep(engine, spec, runs, own, paths.root.name) if spec.keep else own
@@ -75,22 +79,25 @@ def planned(spec: JobSpec, runs: Path) -> Plan:
     return _plan(spec, inventory, _placement(spec, inventory, own, paths, engine), paths)
 
 
-def start_supervisor(paths: JobPaths) -> None:
-    """Start a supervisor in the background, and return once it has the job."""
+def start_supervisor(paths: JobPaths, bound: bool = False) -> None:
+    """Start a supervisor in the background, and return once it has the job; if `bound`, it stops with this process."""
     safe = ["-I"] if sys.flags.isolated else ["-P"] if getattr(sys.flags, "safe_path", False) else []
     command = [sys.executable, *safe, "-m", "orchestrate", "attach", paths.root.name, "--runs", str(paths.root.parent)]
+    command += ["--until-eof"] * bound
     with open(paths.supervisor_log, "w", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
         child = subprocess.Popen(
             command,
             cwd=PACKAGE.parent,  # `-m` searches the current folder first, which may have another orchestrate.py
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE if bound else subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
     while not lock.holder(paths) and not run_dir.ended(paths) and child.poll() is None:
         time.sleep(0.02)
-    child.returncode = child.returncode or 0  # avoids a ResourceWarning: it outlives this process
+    child.returncode = child.returncode or 0  # avoids a ResourceWarning: it may outlive this process
+    if child.stdin:
+        _bound.append(child.stdin)
 
 
 def _begin(spec: JobSpec, runs: Path) -> tuple[Engine, JobPaths, Callable[[], str]]:
@@ -104,17 +111,28 @@ def _begin(spec: JobSpec, runs: Path) -> tuple[Engine, JobPaths, Callable[[], st
     return choice.select_engine(spec), JobPaths(runs / run_dir.new_id(spec)), revision
 
 
-def _placement(spec: JobSpec, inventory: Inventory, own: Placement, paths: JobPaths, engine: Engine) -> Placement:
-    """Return the job's placement on the first cluster that fits, otherwise `own`; print why clusters do not fit."""
+def _placement(
+    spec: JobSpec, inventory: Inventory, own: Placement, paths: JobPaths, engine: Engine, on: str = ""
+) -> Placement:
+    """Return the job's placement on the first cluster that fits, otherwise `own`; print why clusters do not fit.
+
+    Raises UsageError if the cluster `on`, if given, does not fit.
+    """
     runs, job_id = paths.root.parent, paths.root.name
     for candidate in cluster.found(runs):
         placement = candidate.placement(own, job_id)
         reasons = candidate.differences(spec, plan(spec, inventory, placement, job_id, 0))
-        if not reasons:
+        if not reasons and on in ("", candidate.name):
             return placement
+        if on == candidate.name:
+            raise UsageError(f"{on} cannot run this job: {'; '.join(reasons)}", "start another cluster for it")
+        if on:
+            continue
         if candidate.plan.placement.keep and not candidate.user():
             continue  # removed if the job needs its memory
         print_message(f"not using {candidate.name}: {'; '.join(reasons)}")
+    if on:
+        raise UsageError(f"the cluster {on} does not exist anymore", "start another one")
     for other in cluster.elsewhere(engine, runs):
         if other.plan.placement.code == own.code:
             print_message(f"not using {other.name}: its jobs are in another folder (--runs {other.paths.root.parent})")

@@ -9,6 +9,7 @@ import ast
 import os
 import re
 
+from orchestrate.files.paths import CALLED
 from orchestrate.node.trees import opened
 
 NEEDS_DYNAMO = re.compile(
@@ -53,6 +54,8 @@ def traits(command: list[str], folder: str) -> dict[str, str]:
 def _sources(command: list[str], folder: str) -> list[tuple[str, str, set[str]]]:
     """Path, text and imports of the script and of all files below `folder` that it imports, directly or indirectly."""
     first = f"{folder}/{command[0]}" if command[0] != "-m" else _file(command[1], folder, "__main__.py")
+    if command[0] == CALLED:  # a function, as FILE:NAME
+        first = f"{folder}/{command[1].rpartition(':')[0]}"
     waiting, seen = [first], {first}
     found: list[tuple[str, str, set[str]]] = []
     left = MAX_BYTES

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
 import signal
+import threading
 
 from orchestrate.cli import display, find, options, result, signals, waiting
 from orchestrate.cli.parser import Parser
@@ -23,6 +26,7 @@ def add_arguments(parser: Parser) -> None:
     options.add_job_name(parser, latest=True)
     options.add_runs(parser)
     options.add_stdout_options(parser)
+    parser.add_argument("--until-eof", action="store_true", help=argparse.SUPPRESS)  # of stdin: of a Python program
 
 
 def run(args: argparse.Namespace) -> int:
@@ -45,6 +49,8 @@ def run(args: argparse.Namespace) -> int:
         if not options.quiet(args):
             print_message(f"supervising {paths.root.name}")
         engine, stops = choice.of_plan(spec, plan), signals.count(spec)
+        if args.until_eof:
+            threading.Thread(target=_stop_at_eof, daemon=True).start()
         try:
             with display.shown(args, plan, paths) as shown:
                 data = launch.supervise(paths, engine, stops, Feed(paths, spec, plan, shown, follower))
@@ -55,3 +61,11 @@ def run(args: argparse.Namespace) -> int:
             signal.signal(signal.SIGHUP, signal.SIG_DFL)
     assert data
     return result.show(args, paths.root.name, data)
+
+
+def _stop_at_eof() -> None:
+    """Request to stop once the process that has started this one has ended."""
+    with contextlib.suppress(OSError):
+        while os.read(0, 1 << 16):
+            pass
+    os.kill(os.getpid(), signal.SIGTERM)

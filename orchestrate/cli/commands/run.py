@@ -17,7 +17,7 @@ from orchestrate.cli.commands import resume
 from orchestrate.cli.parser import Parser
 from orchestrate.console import out, print_message
 from orchestrate.errors import UsageError
-from orchestrate.files.paths import PROJECT
+from orchestrate.files.paths import PROJECT, STDIN
 from orchestrate.show.feed import Feed
 from orchestrate.spec.spec import APP, JobSpec
 from orchestrate.supervise import launch
@@ -62,7 +62,7 @@ def _start(args: argparse.Namespace) -> int:
     _tell_of_example(args, spec)
     display.style_of(args, job.plan)  # before there is a job: its options may be wrong
     stops = signals.count(spec) if not args.detach else lambda: 0
-    job.create(stdin)
+    job.create({STDIN: stdin} if stdin else {})
     if not options.quiet(args):
         print_message(str(job.plan))
     if args.detach:

@@ -1,0 +1,132 @@
+"""A Python function as a job: its module is imported on every rank, and what it returns comes back as data."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from orchestrate.errors import OrchestrateError, UsageError
+from orchestrate.files.folder import Folder
+from orchestrate.files.paths import CALL, CALLED, NODE
+from orchestrate.spec.spec import FIELDS
+
+SETTINGS = {*FIELDS, "nodes"}
+MODULES = "move it to a module, for example functions.py, and import it from there"
+MAX_VALUE, MAX_TENSORS = 64 << 20, 1 << 30  # bytes of a rank's value, and of the tensors in it
+DTYPES = (
+    *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "bfloat16"),
+    *("float16", "float32", "float64", "complex64", "complex128", "float8_e4m3fn", "float8_e5m2"),
+)
+
+
+def split(function: Callable[..., Any], options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Divide keyword arguments into the settings of a job and the arguments of a function; raises UsageError."""
+    parameters = inspect.signature(function).parameters
+    if both := [name for name in options if name in SETTINGS and name in parameters]:
+        what = f"{both[0]} is a setting of a job, and a parameter of {function.__name__}()"
+        raise UsageError(what, "give the parameter another name")
+    settings = {name: value for name, value in options.items() if name in SETTINGS}
+    return settings, {name: value for name, value in options.items() if name not in SETTINGS}
+
+
+def command(function: Callable[..., Any], start: Path) -> tuple[str, str]:
+    """Return the command that calls a function, for workers that start in a copy of the folder `start`."""
+    return CALLED, f"{_shown(_file(function), start)}:{function.__qualname__}"
+
+
+def files(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], start: Path
+) -> dict[str, bytes]:
+    """Return what the command needs in the job folder, by name; raises UsageError for a function or arguments."""
+    name, file = function.__qualname__, _file(function)
+    try:
+        inspect.signature(function).bind(*args, **kwargs)
+    except TypeError as error:
+        raise UsageError(f"{name}(): {error}", f"it is {name}{inspect.signature(function)}") from None
+    try:
+        given = json.loads(json.dumps([args, kwargs]))
+    except (TypeError, ValueError) as error:
+        hint = "pass JSON types: for other data, save a file, and pass its path"
+        raise UsageError(f"the arguments of {name}() cannot be passed to other processes: {error}", hint) from None
+    module = function.__module__
+    top = file.parents[module.count(".") + (file.name == "__init__.py")]
+    folders = [_shown(top, start)] if top.is_relative_to(start) else []
+    if not folders and "site-packages" not in file.parts:
+        raise UsageError(f"{name}() is in {file}, which nodes do not see", f"start from its folder: cd {top}")
+    call = {"module": module, "function": name, "folders": folders, "args": given[0], "kwargs": given[1]}
+    return {CALL: (NODE / "call.py").read_bytes(), "call.json": json.dumps(call).encode()}
+
+
+def _file(function: Callable[..., Any]) -> Path:
+    """Return the file of a function that other processes can import; raises UsageError for any other."""
+    name, module = getattr(function, "__qualname__", repr(function)), getattr(function, "__module__", None)
+    found: Any = sys.modules.get(module or "")
+    for part in name.split(".") if module != "__main__" else ():
+        found = getattr(found, part, None)
+    if found is not function:
+        where = "this program's main module or notebook" if module == "__main__" else "no place with that name"
+        raise UsageError(f"{name} cannot be imported by other processes: it is defined in {where}", MODULES)
+    return Path(inspect.getfile(function)).resolve()
+
+
+def _shown(path: Path, start: Path) -> str:
+    return str(path.relative_to(start)) if path.is_relative_to(start) else path.name
+
+
+def values(folder: Folder, world_size: int) -> list[Any]:
+    """Return what each rank's function has returned, None if it has not; raises OrchestrateError if it is damaged.
+
+    Nothing of it is executed: it is JSON, and the bytes of tensors.
+    """
+    return [_value(folder, rank) for rank in range(world_size)]
+
+
+def _value(folder: Folder, rank: int) -> Any:
+    try:
+        with folder.open(f"values/rank-{rank}.json") as file:
+            text = file.read(MAX_VALUE + 1)
+    except FileNotFoundError:
+        return None
+    try:
+        if len(text) > MAX_VALUE:
+            raise ValueError(f"it has more than {MAX_VALUE >> 20} MiB")
+        found = json.loads(text)
+        value, head = found["value"], found["tensors"]
+        return _with_tensors(value, head, folder, rank) if head else value
+    except (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
+        raise OrchestrateError(f"what rank {rank} returned cannot be read: {error}") from None
+
+
+def _with_tensors(value: Any, head: list[Any], folder: Folder, rank: int) -> Any:
+    """Put the tensors of a value in their places."""
+    import torch  # only here: most jobs return none
+
+    with folder.open(f"values/rank-{rank}.bin") as file:
+        data = bytearray(file.read(MAX_TENSORS + 1))
+    for place, name, shape, offset in head:
+        if name not in DTYPES or not all(type(length) is int and length >= 0 for length in (*shape, offset)):
+            raise ValueError(f"{name!a:.40} of shape {shape!a:.40} is no tensor")
+        dtype, count = getattr(torch, name), math.prod(shape)
+        if count * dtype.itemsize > len(data) - offset:
+            raise ValueError("a tensor is incomplete")
+        empty = torch.empty(shape, dtype=dtype)
+        tensor = torch.frombuffer(data, dtype=dtype, count=count, offset=offset).reshape(shape) if count else empty
+        value = _put(value, place, tensor)
+    return value
+
+
+def _put(value: Any, place: list[Any], tensor: Any) -> Any:
+    if not place:
+        return tensor
+    inner = value
+    for key in place[:-1]:
+        inner = inner[key]
+    if inner[place[-1]] is not None:
+        raise ValueError("two values are in the same place")
+    inner[place[-1]] = tensor
+    return value

@@ -1,0 +1,271 @@
+"""Jobs from Python: `orchestrate.run`, `submit` and `cluster`.
+
+Settings are the keys of a job file, as keyword arguments. Messages go to stderr, as those of the command line. Every
+job is supervised by a process of its own, so it is the same job for `python -m orchestrate logs`, `ps` or `stop`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from orchestrate import console
+from orchestrate.api import cluster as clusters
+from orchestrate.api import function, prepare, request
+from orchestrate.api import resume as resumed
+from orchestrate.api import stop as stopped
+from orchestrate.dataclass import dataclass
+from orchestrate.engines import choice
+from orchestrate.errors import OrchestrateError, UsageError
+from orchestrate.files.paths import CALLED
+from orchestrate.host import owners, records
+from orchestrate.record import events, lock, logs, report, run_dir
+from orchestrate.record.outcomes import Outcome
+from orchestrate.record.paths import JobPaths
+from orchestrate.show.follow import follow
+from orchestrate.show.format import Printer, Style
+from orchestrate.show.screen import Display, Screen
+from orchestrate.show.tracking import PlainScreen
+
+Target = str | os.PathLike[str] | Callable[..., Any]
+INTERVAL = 0.1  # seconds between two looks at a running job
+WARM_TIMEOUT = 120.0  # seconds for the nodes of a cluster to import packages; torch takes 2 to 20
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a job has ended."""
+
+    report: Mapping[str, Any]  # the content of report.json
+    run_dir: Path
+    values: Sequence[Any] = ()  # what the function has returned on each rank; empty for a script
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """Return the last value of each metric."""
+        found: Mapping[str, float] = self.report["final_metrics"]
+        return found
+
+
+class JobFailed(OrchestrateError):
+    """A job that has not succeeded; the message says why, with the last lines of the first rank that failed."""
+
+    def __init__(self, result: Result) -> None:
+        super().__init__(report.text(dict(result.report)), f"see {result.run_dir}")
+        self.result = result
+
+
+class Job:
+    """A job of this account, running or not."""
+
+    def __init__(self, run_dir: str | os.PathLike[str]) -> None:
+        """`run_dir` is the run directory, such as `runs/train-4f2a91`; raises UsageError if it is not one."""
+        root = owners.check(Path(run_dir).absolute())
+        if why := owners.foreign(root):
+            raise UsageError(f"{root} is not one of your run directories: {why}")
+        records.need(root)
+        self._paths = JobPaths(root)
+
+    def __repr__(self) -> str:
+        """Return it with its state."""
+        return f"<Job {self.id}: {self.outcome or 'running'}>"
+
+    @property
+    def id(self) -> str:
+        """The name of the job."""
+        return self._paths.root.name
+
+    @property
+    def run_dir(self) -> Path:
+        """The run directory."""
+        return self._paths.root
+
+    @property
+    def outcome(self) -> str | None:
+        """`succeeded`, `failed`, `stopped` or `lost`; None while the job is running."""
+        data = run_dir.ended(self._paths)
+        return str(Outcome(data["outcome"]).value) if data else None
+
+    def wait(self, timeout: float | None = None) -> Result:
+        """Return the result once the job has ended.
+
+        Raises JobFailed if it has not succeeded, TimeoutError after `timeout` seconds, and OrchestrateError if the job
+        has no supervisor, so that it will not end.
+        """
+        until = time.monotonic() + timeout if timeout is not None else float("inf")
+        while not (data := run_dir.ended(self._paths)):
+            if not lock.holder(self._paths) and not run_dir.ended(self._paths):
+                hint = f"python -m orchestrate attach {self.id}"
+                raise OrchestrateError(f"{self.id} has no supervisor, so no result will be reported", hint)
+            if time.monotonic() > until:
+                raise TimeoutError(f"{self.id} is still running after {timeout:g} s")
+            time.sleep(INTERVAL)
+        spec, plan = run_dir.load_for_display(self._paths)
+        calls = spec.command[0] == CALLED and data["outcome"] == Outcome.SUCCEEDED
+        values = function.values(self._paths.folder, plan.world_size) if calls else []
+        result = Result(data, self._paths.root, values)
+        if data["outcome"] != Outcome.SUCCEEDED:
+            raise JobFailed(result)
+        return result
+
+    def stop(self) -> None:
+        """Stop the job, and return once nothing of it is left; raises OrchestrateError if something is."""
+        spec, plan = run_dir.load(self._paths)
+        stopped.stop(self._paths, [choice.of_plan(spec, plan)])
+
+    def resume(self) -> None:
+        """Continue a job that has ended without success, with its files; raises UsageError for any other."""
+        with _place_kept():
+            resumed.resume(self._paths)
+        prepare.start_supervisor(self._paths)
+
+    def logs(self, rank: int | None = None, follow: bool = False) -> Iterator[str]:
+        """Yield the lines of one rank, or of all ranks with their names; with `follow`, until the job ends."""
+        spec, plan = run_dir.load_for_display(self._paths)
+        shown = Printer(plan, Style(ranks=None if rank is None else frozenset({rank}), prefixes=rank is None))
+        reader, running = logs.rest(self._paths, spec, plan, None), True
+        while running:
+            running = follow and self._runs()
+            for text in shown.texts(reader.blocks(end=not running)):
+                yield from text.split("\n")
+            if running:
+                time.sleep(INTERVAL)
+
+    def events(self) -> Iterator[dict[str, Any]]:
+        """Yield what happens, as in events.jsonl, until the job ends."""
+        seen, running = 0, True
+        while running:
+            running = self._runs()
+            found = run_dir.history(self._paths)
+            yield from map(events.to_line, found[seen:])
+            seen = len(found)
+            if running:
+                time.sleep(INTERVAL)
+
+    def _runs(self) -> bool:
+        return bool(lock.holder(self._paths)) and not run_dir.ended(self._paths)
+
+    def _follow(self) -> None:
+        """Show the job until it ends; on Ctrl-C, stop it first."""
+        spec, plan = run_dir.load(self._paths)
+        screen: Screen = PlainScreen(plan, self._paths, spec.mask())
+        display = Display(console.print_message, partial(console.stream, colored=False), Style(), screen)
+        try:
+            follow(self._paths, spec, plan, display, past=True)
+        except KeyboardInterrupt:
+            stopped.ask(self._paths)
+            raise
+
+
+class Cluster:
+    """Nodes that stay up between jobs, each of which they start in half a second; a context manager."""
+
+    def __init__(self, runs: str | os.PathLike[str] = "runs", **settings: Any) -> None:
+        """Start the nodes; `settings` are those of all jobs. Raises OrchestrateError."""
+        self._runs, self._settings = Path(runs), settings
+        spec = request.spec_of(settings)
+        self._engine = choice.select_engine(spec)
+        folder = owners.check(self._runs)
+        self._made, _ = clusters.start(self._engine, spec, folder, WARM_TIMEOUT)
+
+    @property
+    def name(self) -> str:
+        """The name of the cluster."""
+        return self._made.name
+
+    def run(self, target: Target, *args: Any, quiet: bool = False, **options: Any) -> Result:
+        """Run a job on the cluster; as `orchestrate.run`."""
+        return run(target, *args, runs=self._runs, quiet=quiet, _on=self.name, **self._settings | options)
+
+    def submit(self, target: Target, *args: Any, **options: Any) -> Job:
+        """Start a job on the cluster; as `orchestrate.submit`."""
+        return submit(target, *args, runs=self._runs, _on=self.name, **self._settings | options)
+
+    def down(self) -> None:
+        """Remove the nodes; raises OrchestrateError, for example while a job is running on them."""
+        if user := self._made.user():
+            raise UsageError(f"{self.name} is in use by {user}", "stop that job first")
+        clusters.take_down(self._engine, self._made, grace=30)
+
+    def __enter__(self) -> Cluster:
+        """Return the cluster."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Remove the nodes."""
+        self.down()
+
+
+def run(
+    target: Target,
+    *args: Any,
+    runs: str | os.PathLike[str] = "runs",
+    quiet: bool = False,
+    _on: str = "",
+    **options: Any,
+) -> Result:
+    """Run a job until it ends, and return its result.
+
+    `target` is a script, or `-m` followed by a module, with their arguments, as on the command line; or a function that
+    other processes can import, which is called with `args` and those keyword arguments that are no settings of a job.
+    What workers print is printed, unless `quiet`. Raises JobFailed if the job does not succeed, and OrchestrateError if
+    it cannot start. Ctrl-C, and the end of this process, stop the job.
+    """
+    job = _started(target, args, runs, _on, options, bound=True, tell=not quiet)
+    if not quiet:
+        job._follow()
+    try:
+        return job.wait()
+    except KeyboardInterrupt:
+        stopped.ask(job._paths)
+        raise
+
+
+def submit(target: Target, *args: Any, runs: str | os.PathLike[str] = "runs", _on: str = "", **options: Any) -> Job:
+    """Start a job and return it; it outlives this process. The arguments are those of `run`."""
+    return _started(target, args, runs, _on, options, bound=False, tell=False)
+
+
+def _started(
+    target: Target,
+    args: Sequence[Any],
+    runs: str | os.PathLike[str],
+    on: str,
+    options: Mapping[str, Any],
+    bound: bool,
+    tell: bool,
+) -> Job:
+    folder, start = owners.check(Path(runs)), Path.cwd().resolve()
+    with _place_kept():
+        if callable(target):
+            settings, kwargs = function.split(target, options)
+            start = start / str(settings.get("chdir", ""))
+            files = {name: io.BytesIO(text) for name, text in function.files(target, args, kwargs, start).items()}
+            named = {"name": target.__name__.strip("_")} | settings
+            spec = request.spec_of(named | {"command": function.command(target, start)})
+        else:
+            files = {}
+            spec = request.spec_of({**options, "command": [os.fspath(target), *map(str, args)]})
+        prepared = prepare.prepare(spec, folder, on)
+        prepared.create(files)
+    if tell:
+        console.print_message(prepared.plan)
+    prepare.start_supervisor(prepared.paths, bound)
+    return Job(prepared.paths.root)
+
+
+@contextlib.contextmanager
+def _place_kept() -> Iterator[None]:
+    """Return to the current folder: a job's code folder becomes the current one while the job is prepared."""
+    here = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield
+    finally:
+        os.fchdir(here)
+        os.close(here)
