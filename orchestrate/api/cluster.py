@@ -96,6 +96,17 @@ class Cluster:
         """Return the name of the job that is supervised on it; empty if there is none, or not yet."""
         return next((paths.root.name for paths in self.jobs() if lock.holder(paths)), "")
 
+    def take(self, held: contextlib.ExitStack) -> bool:
+        """Lock the cluster for a job until `held` exits; return False if another process has just used or removed it.
+
+        Until then, `user` would release the lock: closing its file does.
+        """
+        try:
+            held.enter_context(lock.held(self.paths))
+        except (BlockingIOError, FileNotFoundError):
+            return False
+        return self.paths.nodes.is_dir() and not self.jobs()
+
     def jobs(self) -> list[JobPaths]:
         """Return the jobs whose files are still in the cluster's folder; links of a project may lead to none."""
         linked = run_dir.on_cluster(self.paths.root.parent, self.name)
@@ -137,10 +148,12 @@ def elsewhere(engine: Engine, runs: Path) -> list[Cluster]:
     return clusters
 
 
-def bring_up(engine: Engine, spec: JobSpec, runs: Path, code: Path | None = None) -> tuple[Cluster, Session]:
+def bring_up(
+    engine: Engine, spec: JobSpec, runs: Path, held: contextlib.ExitStack, code: Path | None = None
+) -> tuple[Cluster, Session]:
     """Create a cluster for jobs in a code folder (default: the current one) and start its nodes.
 
-    Removes everything again on failure.
+    No other process uses it before `held` exits. Removes everything again on failure.
     """
     name = run_dir.new_id(spec)
     paths = JobPaths(runs / name)
@@ -149,7 +162,7 @@ def bring_up(engine: Engine, spec: JobSpec, runs: Path, code: Path | None = None
     placement = dataclasses.replace(own, cluster=name, code=str(code or Path.cwd()), keep=spec.keep or 0.0)
     cluster_plan = plan(spec, inventory, placement, name, port(placement.network, 0))
     warn_of_crowd(cluster_plan)
-    run_dir.create(spec, cluster_plan, paths)
+    run_dir.create(spec, cluster_plan, paths, held)
     cluster = Cluster(paths, spec, cluster_plan)
     try:
         session = engine.open(spec, cluster_plan, paths.nodes, warn=print_message)
@@ -164,7 +177,8 @@ def start(engine: Engine, spec: JobSpec, runs: Path, patience: float) -> tuple[C
     """Create a cluster as `bring_up`; also return whether its nodes have imported what jobs need in `patience` s."""
     stores.prepare(spec)
     phase(f"starting {pluralize(spec.trainers + 1 + spec.spares, 'node')}")
-    created, session = bring_up(engine, dataclasses.replace(spec, name=spec.name or "cluster"), runs)
+    with contextlib.ExitStack() as held:
+        created, session = bring_up(engine, dataclasses.replace(spec, name=spec.name or "cluster"), runs, held)
     packages, warm = ", ".join(created.plan.placement.packages), True
     if packages:
         phase(f"importing {packages} in {pluralize(len(created.plan.nodes), 'node')}")
@@ -184,10 +198,15 @@ def warn_of_crowd(plan: Plan) -> None:
         print_message(f"warning: {counts}: with torch, each node takes 200 MiB of memory or more")
 
 
-def keep(engine: Engine, spec: JobSpec, runs: Path, own: Placement, job_id: str) -> Placement:
-    """Start nodes that stay up for `spec.keep` seconds after a job, and return the job's placement on them."""
+def keep(
+    engine: Engine, spec: JobSpec, runs: Path, own: Placement, job_id: str, held: contextlib.ExitStack
+) -> Placement:
+    """Start nodes that stay up for `spec.keep` seconds after a job, and return the job's placement on them.
+
+    No other process uses them before `held` exits.
+    """
     shared = dataclasses.replace(spec, name="kept", env={}, secrets={}, contents={})
-    created, _ = bring_up(engine, shared, runs, Path(own.code))
+    created, _ = bring_up(engine, shared, runs, held, Path(own.code))
     return created.placement(own, job_id)
 
 
@@ -195,14 +214,29 @@ def remove_kept(engine: Engine, runs: Path) -> None:
     """Remove idle nodes that were kept after a job: another job starts its own, and may need their memory."""
     for each in found(runs):
         if each.plan.placement.keep and each.plan.engine == engine.name and not each.user() and not each.jobs():
-            take_down(engine, each, 0)
+            with contextlib.suppress(InUse):  # now
+                take_down(engine, each, 0)
+
+
+class InUse(UsageError):
+    """A cluster that another process uses, or has just removed."""
 
 
 def take_down(engine: Engine, cluster: Cluster, grace: float) -> None:
     """Remove a cluster's nodes and files; job files are kept.
 
-    Raises OrchestrateError if a job has replaced its folder by something else, or if a folder cannot be moved.
+    Raises InUse if it is, OrchestrateError if a job has replaced its folder by something else, or if a folder cannot be
+    moved.
     """
+    with contextlib.ExitStack() as held:
+        try:
+            held.enter_context(lock.held(cluster.paths))
+        except (BlockingIOError, FileNotFoundError):
+            raise InUse(f"{cluster.name} is in use by another process", "python -m orchestrate ps") from None
+        _remove(engine, cluster, grace)
+
+
+def _remove(engine: Engine, cluster: Cluster, grace: float) -> None:
     engine.remove(cluster.name, grace)
     lost, stuck = "", ""
     for paths in cluster.jobs():

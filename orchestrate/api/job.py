@@ -189,8 +189,6 @@ class Cluster:
 
     def down(self) -> None:
         """Remove the nodes; raises OrchestrateError, for example while a job is running on them."""
-        if user := self._made.user():
-            raise UsageError(f"{self.name} is in use by {user}", "stop that job first")
         clusters.take_down(self._engine, self._made, grace=30)
 
     def __enter__(self) -> Cluster:

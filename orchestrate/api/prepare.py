@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import shutil
@@ -14,7 +15,7 @@ from typing import IO
 
 from orchestrate.api import cluster
 from orchestrate.console import print_message
-from orchestrate.dataclass import dataclass
+from orchestrate.dataclass import dataclass, field
 from orchestrate.engines import choice
 from orchestrate.engines.base import Engine
 from orchestrate.engines.ports import port
@@ -39,10 +40,12 @@ class Prepared:
     plan: Plan
     paths: JobPaths
     engine: Engine
+    held: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)  # the lock of a cluster, until `create`
 
     def create(self, files: Mapping[str, IO[bytes]]) -> None:
         """Create the run directory, with files in the job folder, by name; raises UsageError, OSError."""
-        run_dir.create(self.spec, self.plan, self.paths)
+        with self.held:
+            run_dir.create(self.spec, self.plan, self.paths)
         run_dir.keep_changes(self.spec, self.plan, self.paths)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
         for name, content in files.items():
@@ -64,11 +67,12 @@ def prepare(spec: JobSpec, runs: Path, on: str = "") -> Prepared:
     engine.prepare(spec, paths.shared)
     inventory, own = engine.inventory(spec, paths.shared, run_image=True)
     own = dataclasses.replace(own, revision=revision())
-    placement = _placement(spec, inventory, own, paths, engine, on)
-    if placement is own:
-        cluster.remove_kept(engine, runs)
-        placement = cluster.keep(engine, spec, runs, own, paths.root.name) if spec.keep else own
-    return Prepared(spec, _plan(spec, inventory, placement, paths), paths, engine)
+    with contextlib.ExitStack() as held:
+        placement = _placement(spec, inventory, own, paths, engine, held, on)
+        if placement is own:
+            cluster.remove_kept(engine, runs)
+            placement = cluster.keep(engine, spec, runs, own, paths.root.name, held) if spec.keep else own
+        return Prepared(spec, _plan(spec, inventory, placement, paths), paths, engine, held.pop_all())
 
 
 def planned(spec: JobSpec, runs: Path) -> Plan:
@@ -112,18 +116,26 @@ def _begin(spec: JobSpec, runs: Path) -> tuple[Engine, JobPaths, Callable[[], st
 
 
 def _placement(
-    spec: JobSpec, inventory: Inventory, own: Placement, paths: JobPaths, engine: Engine, on: str = ""
+    spec: JobSpec,
+    inventory: Inventory,
+    own: Placement,
+    paths: JobPaths,
+    engine: Engine,
+    held: contextlib.ExitStack | None = None,
+    on: str = "",
 ) -> Placement:
     """Return the job's placement on the first cluster that fits, otherwise `own`; print why clusters do not fit.
 
-    Raises UsageError if the cluster `on`, if given, does not fit.
+    `held`, if given, gets the cluster's lock. Raises UsageError if the cluster `on`, if given, does not fit.
     """
     runs, job_id = paths.root.parent, paths.root.name
     for candidate in cluster.found(runs):
         placement = candidate.placement(own, job_id)
         reasons = candidate.differences(spec, plan(spec, inventory, placement, job_id, 0))
         if not reasons and on in ("", candidate.name):
-            return placement
+            if held is None or candidate.take(held):
+                return placement
+            reasons = ["another process has just taken it"]
         if on == candidate.name:
             raise UsageError(f"{on} cannot run this job: {'; '.join(reasons)}", "start another cluster for it")
         if on:

@@ -34,17 +34,22 @@ class Supervisor:
         return f"process {self.pid}" if self.pid else "another process"
 
     def ask_to_stop(self) -> bool:
-        """Send SIGTERM; return False if the process is gone, or is no longer the supervisor that was found."""
+        """Send SIGTERM; return False if the process is gone, or is no longer the supervisor that was found.
+
+        SIGCONT follows, or a process that Ctrl-Z has suspended would never see the first.
+        """
         if self.pid <= 1:
             return False
         with contextlib.suppress(ProcessLookupError):
             if not hasattr(os, "pidfd_open"):
                 os.kill(self.pid, signal.SIGTERM)
+                os.kill(self.pid, signal.SIGCONT)
                 return True
             process = os.pidfd_open(self.pid)
             try:
                 if _started(self.pid) == self.started:
                     signal.pidfd_send_signal(process, signal.SIGTERM)
+                    signal.pidfd_send_signal(process, signal.SIGCONT)
                     return True
             finally:
                 os.close(process)

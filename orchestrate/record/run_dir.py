@@ -22,7 +22,7 @@ from orchestrate.host.records import Record
 from orchestrate.node import checks
 from orchestrate.node.trees import clear
 from orchestrate.plan.plan import Plan, read_plan
-from orchestrate.record import recorder, report
+from orchestrate.record import lock, recorder, report
 from orchestrate.record.events import Event
 from orchestrate.record.paths import JobPaths
 from orchestrate.spec import strict_yaml
@@ -47,8 +47,11 @@ def slug(spec: JobSpec) -> str:
     return re.sub(r"[^a-z0-9]+", "-", name.lower())[:32].strip("-") or "job"
 
 
-def create(spec: JobSpec, plan: Plan, paths: JobPaths) -> None:
-    """Create the run directory of a job or cluster, or nothing at all; raises UsageError if it cannot be written."""
+def create(spec: JobSpec, plan: Plan, paths: JobPaths, held: contextlib.ExitStack | None = None) -> None:
+    """Create the run directory of a job or cluster, or nothing at all; raises UsageError if it cannot be written.
+
+    Others see it only once `held`, if given, has its lock.
+    """
     cluster = plan.placement.cluster
     owner = users.nodes_of(spec.user) if plan.engine != "process" else None
     theirs = os.path.lexists(paths.root)  # another job's
@@ -60,6 +63,8 @@ def create(spec: JobSpec, plan: Plan, paths: JobPaths) -> None:
             paths.create_cluster(owner, hidden)
         else:
             paths.create(cluster, owner, hidden, plan.placement.has_work)
+        if held:
+            held.enter_context(lock.held(paths))
         records.write(paths.spec, dataclasses.replace(spec, env=redacted(spec.env, spec.secrets)).to_yaml())
         keep(paths, plan, spec)
     except BaseException as error:  # including Ctrl-C

@@ -1,13 +1,16 @@
 """Which jobs can use a cluster's nodes, and where their files are, decided by the cluster's files alone."""
 
+import contextlib
 import dataclasses
 import os
 import shutil
 import struct
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from support.commanded import Whole, create, end, supervised
+from support.commanded import ROOT, Whole, create, end, supervised
 from support.methods import raising
 from support.other_user import as_user, folder_of_user
 from support.plans import HERE, Site, plan
@@ -184,7 +187,7 @@ def test_bringing_up_a_cluster_must_start_all_its_nodes_including_standby_nodes(
         seen.append((plan.nodes, plan.project, engine.run))
 
     engine.inventory, engine.up = inventory, up
-    one, _ = cluster.bring_up(engine, JobSpec(trainers=1, spares=1, name="mine"), tmp_path)
+    one, _ = cluster.bring_up(engine, JobSpec(trainers=1, spares=1, name="mine"), tmp_path, contextlib.ExitStack())
     assert one.name.startswith("mine-")
     assert seen == [(("master", "trainer-1", "trainer-2"), one.name, tmp_path / one.name / "nodes")]
     assert one.plan.placement.code == str(Path.cwd())
@@ -192,12 +195,50 @@ def test_bringing_up_a_cluster_must_start_all_its_nodes_including_standby_nodes(
     assert (found.name, found.spec, found.plan) == (one.name, one.spec, one.plan)
 
 
+def taken_by_another(paths: JobPaths) -> bool:
+    """Whether another process can lock a cluster."""
+    code = "import sys; from pathlib import Path; from orchestrate.record import lock; "
+    code += "from orchestrate.record.paths import JobPaths; lock.held(JobPaths(Path(sys.argv[1]))).__enter__()"
+    return not subprocess.run([sys.executable, "-c", code, paths.root], cwd=ROOT, capture_output=True).returncode
+
+
+def test_no_other_process_must_use_a_cluster_before_its_nodes_are_up(tmp_path):
+    engine, seen = Whole(), []
+
+    def up(plan, stopped=never) -> None:
+        seen.append(taken_by_another(JobPaths(tmp_path / plan.project)))
+
+    engine.up = up
+    with contextlib.ExitStack() as held:
+        one, _ = cluster.bring_up(engine, SPEC, tmp_path, held)
+        seen.append(taken_by_another(one.paths))
+    assert [*seen, taken_by_another(one.paths)] == [False, False, True]
+
+
+def test_a_job_must_take_a_cluster_only_if_no_other_process_has_and_its_nodes_are_there(tmp_path):
+    one = new_cluster(tmp_path)
+    create(one.paths, cluster="c-1")
+    with supervised(one.paths.root), contextlib.ExitStack() as held:
+        assert not one.take(held)
+        with pytest.raises(cluster.InUse, match="c-1 is in use by another process"):
+            cluster.take_down(Whole(), one, 7.0)
+    with contextlib.ExitStack() as held:
+        assert one.take(held) and not taken_by_another(one.paths)
+    job = create(JobPaths(tmp_path / "a-1"), cluster="c-1")
+    with contextlib.ExitStack() as held:
+        assert not one.take(held)
+    run_dir.move_from_cluster(job)
+    cluster.take_down(Whole(), one, 7.0)
+    with contextlib.ExitStack() as held:
+        assert not one.take(held)
+
+
 @pytest.mark.parametrize("error", [EngineError, KeyboardInterrupt])
 def test_a_cluster_that_fails_to_start_must_leave_nothing_and_report_why(tmp_path, error):
     engine = Whole()
     engine.up = raising(error("why"))
     with pytest.raises(error, match="why"):
-        cluster.bring_up(engine, JobSpec(trainers=1, name="mine"), tmp_path)
+        cluster.bring_up(engine, JobSpec(trainers=1, name="mine"), tmp_path, contextlib.ExitStack())
     assert list(tmp_path.iterdir()) == []
     assert [call.partition("-")[0] for call in engine.calls] == ["prepare", "remove mine"] and engine.graces == [0]
 
