@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from orchestrate.api.job import Cluster as cluster
-    from orchestrate.api.job import Job, JobFailed, Result, run, submit
-    from orchestrate.errors import OrchestrateError
+import importlib
+from typing import Any
 
 __version__ = "0.1.0"
 __all__ = ["Job", "JobFailed", "OrchestrateError", "Result", "cluster", "run", "submit"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import what is used: `import orchestrate` takes no time."""
+    """Import what is used, as `__init__.pyi` describes it: the command line needs none of it."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from orchestrate import errors
-    from orchestrate.api import job
-
-    return getattr(errors if name == "OrchestrateError" else job, "Cluster" if name == "cluster" else name)
+    module = importlib.import_module("orchestrate.api.job")
+    return getattr(module, "Cluster" if name == "cluster" else name)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
+import io
 import logging
 import os
 import re
+import selectors
 import signal
 import subprocess
 import threading
+import time
 from collections import deque
-from functools import partial
+from collections.abc import Iterator
 
 from orchestrate.console import phase, print_message, progress
 from orchestrate.errors import ResourceError
@@ -19,6 +23,7 @@ log = logging.getLogger(__name__)
 
 TIMEOUT = 2 * 3600.0  # seconds: packages may be compiled, and a package's own program may never end
 MAX_LINE = 1 << 16  # characters of a line; longer ones are split
+LINGER = 2.0  # seconds in which the output must end after its process
 SHOWN_LINES = 50  # of the output of a command that fails
 INTERNAL = "[internal]"  # steps of BuildKit's own
 STEP = re.compile(r"(#\d+) (?:\d+\.\d+ )?")  # BuildKit's number of a step, and the time of a line
@@ -54,7 +59,6 @@ def follow(process: subprocess.Popen[str]) -> deque[str]:
 
     Ctrl-C ends the group. Raises ResourceError if the command does not end in time.
     """
-    assert process.stdout
     last: deque[str] = deque(maxlen=SHOWN_LINES)
     internal: set[str] = set()
     late = threading.Event()
@@ -67,7 +71,7 @@ def follow(process: subprocess.Popen[str]) -> deque[str]:
     timer.daemon = True
     timer.start()
     try:
-        for line in iter(partial(process.stdout.readline, MAX_LINE), ""):
+        for line in _lines(process):
             log.debug("%s", line.rstrip())
             step, text = STEP.match(line), STEP.sub("", line).strip()
             if step and text.startswith(INTERNAL):
@@ -84,6 +88,28 @@ def follow(process: subprocess.Popen[str]) -> deque[str]:
     if late.is_set():
         raise ResourceError(f"the installation did not end within {TIMEOUT / 3600:g} h", HANGS)
     return last
+
+
+def _lines(process: subprocess.Popen[str]) -> Iterator[str]:
+    """Yield the lines of its output until it ends, or soon after the process has: others may keep the output open."""
+    assert process.stdout
+    output, rest, over = process.stdout.fileno(), "", float("inf")
+    decode = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder("utf-8")("replace"), translate=True).decode
+    with selectors.DefaultSelector() as selector:
+        selector.register(output, selectors.EVENT_READ)
+        while time.monotonic() < over:
+            if over == float("inf") and process.poll() is not None:
+                over = time.monotonic() + LINGER
+            if not selector.select(LINGER / 4):
+                continue
+            piece = os.read(output, MAX_LINE)
+            *lines, rest = f"{rest}{decode(piece, not piece)}".split("\n")
+            yield from lines
+            if not piece or len(rest) > MAX_LINE:
+                yield rest
+                rest = ""
+            if not piece:
+                return
 
 
 def _end(process: subprocess.Popen[str], how: signal.Signals) -> None:

@@ -135,7 +135,7 @@ class Loop:
     def _watch_store(self, store: Store) -> None:
         def host() -> None:
             self.forget(store.server)
-            store.host(self.zygote)
+            store.host(self.zygote, self._abandon_zygote)
 
         if store.server.fileno() >= 0:  # no worker has connected
             self.forget(store.server)
@@ -197,16 +197,17 @@ class Loop:
                     return worker.start(self.zygote)
                 except OSError as error:
                     if error.errno != errno.EMSGSIZE:
-                        self._abandon_zygote(self.zygote, str(error))
+                        self._abandon_zygote(str(error))
             worker.start(None)
         except OSError as error:
             worker.failed_to_start(error)
 
-    def _abandon_zygote(self, zygote: Zygote, why: str) -> None:
-        """Stop using the zygote, and kill a worker that it may have forked without reporting it."""
+    def _abandon_zygote(self, why: str) -> None:
+        """Stop using the zygote, and kill a process that it may have forked without reporting it."""
+        assert self.zygote
         print_message(f"starting a fresh interpreter for each worker: {why}")
-        zygote.ready = False
-        zygote.end()
+        self.zygote.ready = False
+        self.zygote.end()
         for pid in set(children()) - self._ours():
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)

@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib.machinery import PathFinder
 from pathlib import Path
 
@@ -43,14 +44,16 @@ class Store:
         except OSError as error:
             raise OSError(error.errno, os.strerror(error.errno or 0), f"port {self.port}") from None
 
-    def host(self, zygote: Zygote | None) -> None:
-        """Start the process, from `zygote` if it can fork."""
+    def host(self, zygote: Zygote | None, failed: Callable[[str], None]) -> None:
+        """Start the process, from `zygote` if it can fork; if not, `failed` gets why: its answer may come later."""
         command, env = ["-c", PROGRAM, str(self.port)], {**os.environ, "PYTHONFAULTHANDLER": "1"}
         with self.server:
             if zygote and zygote.ready:
-                with contextlib.suppress(OSError):
+                try:
                     self.process = zygote.fork(command, env, "/", sys.stderr.fileno(), self.server.fileno())
                     return
+                except OSError as error:
+                    failed(str(error))
             try:
                 self.process = subprocess.Popen(
                     [sys.executable, "-u", *command],

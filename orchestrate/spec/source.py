@@ -10,7 +10,6 @@ import hashlib
 import os
 import re
 import shutil
-import subprocess
 from pathlib import Path, PurePosixPath
 from urllib.parse import quote, unquote_to_bytes
 
@@ -19,24 +18,17 @@ from orchestrate.dataclass import dataclass
 from orchestrate.errors import ResourceError, UsageError
 from orchestrate.files.folder import ENTER, ROOT
 from orchestrate.host import owners, private, writable
-from orchestrate.spec import redact
+from orchestrate.spec import git, redact
+from orchestrate.spec.git import COMMIT, PLAIN, environment
 from orchestrate.spec.spec import JobSpec
 
 GIT, FILE = "git+", "file://"
 CACHE = "sources"  # with a folder per repository: `git`, and a checkout per commit
-COMMIT = re.compile(r"[0-9a-f]{40}(?:[0-9a-f]{24})?")  # SHA-1 or SHA-256
 READABLE = 0o022  # umask: nodes may run as another user; the cache itself is private
 FETCH_TIMEOUT = 600  # seconds
+MAX_ERRORS = 1 << 16  # bytes of git's messages, of which a server sends as many as it likes
 # Only protocols that cannot run programs on this machine, no prompts, and messages in English.
 SAFE = {"GIT_ALLOW_PROTOCOL": "https:ssh:file", "GIT_TERMINAL_PROMPT": "0", "GIT_LFS_SKIP_SMUDGE": "1", "LC_ALL": "C"}
-# Variables that git sets for hooks: they would lead it to another repository, or to another repository's index.
-OF_HOOKS = {"GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_OBJECT_DIRECTORY", "GIT_COMMON_DIR", "GIT_NAMESPACE"}
-# Programs that a repository's own configuration could name are not run.
-PLAIN = (
-    *("-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null", "-c", "protocol.ext.allow=never"),
-    *("-c", "safe.bareRepository=explicit"),
-    *("-c", "core.packedGitLimit=512m", "-c", "core.packedGitWindowSize=32m"),
-)
 
 
 @dataclass(frozen=True)
@@ -134,6 +126,7 @@ def _fetch(repository: Repository, cache: Path) -> Path:
         if not path.startswith("/") or "\0" in path:
             raise UsageError(f"source: {url} names no path", "use git+file:///PATH")
         writable.resolved(f"{path}/.git", fixed=True)
+        _check_own(Path(path))
         url = FILE + quote(os.fsencode(path))
     _git("init", "--quiet", "--bare", str(bare))  # changes nothing if that was done
     there = f"--git-dir={bare}"
@@ -151,24 +144,35 @@ def _fetch(repository: Repository, cache: Path) -> Path:
     return folder
 
 
+def _check_own(folder: Path) -> None:
+    """Raise UsageError for a folder, which may have come from anybody, that leads to another repository's files."""
+    if not os.path.lexists(folder / ".git"):  # a bare repository, or none
+        objects = folder / "objects"
+    else:
+        env = {"GIT_WORK_TREE": str(folder)}
+        try:
+            own = git.is_its_own(folder, env)
+            objects = folder / os.fsdecode(git.output(["rev-parse", "--git-path", "objects"], folder, env)).rstrip("\n")
+        except OSError as error:
+            raise UsageError(f"source: {folder} cannot be read: {error}", "check the repository") from None
+        if not own:
+            raise UsageError(f"source: {folder}/.git names the repository of another folder", "use that folder")
+    if os.path.lexists(objects / "info" / "alternates"):
+        hint = "in it: git repack -a -d, then remove .git/objects/info/alternates"
+        raise UsageError(f"source: the repository {folder} uses the objects of another one", hint)
+
+
 def _git(*arguments: str) -> str:
     """Run git, and return its output; raises ResourceError."""
-    command = ["git", *PLAIN, *arguments]
+    command, env = ["git", *PLAIN, *arguments], environment() | SAFE
     try:
-        done = subprocess.run(
-            command,
-            env=environment() | SAFE,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=FETCH_TIMEOUT,
-            umask=READABLE,
-        )
-    except subprocess.TimeoutExpired:
-        raise ResourceError(f"source: git did not finish within {FETCH_TIMEOUT} s", "check the network") from None
-    if done.returncode:
+        code, found = git.run(command, env, MAX_ERRORS, FETCH_TIMEOUT, umask=READABLE, errors=True)
+    except git.Late as error:
+        raise ResourceError(f"source: {error}", "check the network") from None
+    if code:
         hint = "check the URL, the revision (a commit needs all of its 40 digits), and your access to the repository"
-        raise ResourceError(f"source: git: {_why(done.stderr.decode(errors='replace'))}", hint)
-    return done.stdout.decode(errors="replace").strip()
+        raise ResourceError(f"source: git: {_why(found.decode(errors='replace'))}", hint)
+    return found.decode(errors="replace").strip()
 
 
 def _why(output: str) -> str:
@@ -176,9 +180,3 @@ def _why(output: str) -> str:
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     last = next((number for number, line in enumerate(lines) if line.startswith(("fatal:", "error:"))), len(lines) - 1)
     return "; ".join(lines[max(0, last - 1) : last + 1]) or "it failed"
-
-
-def environment() -> dict[str, str]:
-    """Return the variables for git, which fetches no missing objects: a repository could name a program for that."""
-    kept = {name: value for name, value in os.environ.items() if name not in OF_HOOKS}
-    return kept | {"GIT_NO_LAZY_FETCH": "1"}

@@ -10,29 +10,23 @@ import errno
 import os
 import re
 import shutil
-import subprocess
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from orchestrate.errors import UsageError
-from orchestrate.files.folder import content, regular
+from orchestrate.files.folder import regular
 from orchestrate.host import private, writable
-from orchestrate.spec.source import CACHE, COMMIT, PLAIN, environment
+from orchestrate.spec.git import COMMIT, is_its_own, output
+from orchestrate.spec.source import CACHE
 
 MAX_CHANGES = 1 << 20  # bytes
 MAX_INDEX = 256 << 20  # bytes of an index, which has 10 MB for 100,000 files
 MAX_ENTRIES, MAX_SHARED = 10_000, 2  # entries of its folder, and parts of a split index
 MAX_PATHS = 64 << 20  # bytes of the paths in an index
 OUTSIDE = re.compile(rb"(^|[/\0])(\.|\.\.|\.git)?[/\0]")  # a path that leads out of the working tree
-PIECE = 1 << 16  # bytes per read
-MAX_OUTPUT = 1 << 20  # bytes of git's other output
-STATUS_TIMEOUT = 5.0  # seconds; a huge repository must not delay the job
-# With a limit of memory, in KiB: to compare a file of empty lines takes 26 times its size.
-LIMITED = ("sh", "-c", 'ulimit -v 2097152; exec "$@"', "sh")
 DIFF = ("diff", "--no-ext-diff", "--no-textconv")
 # Settings on which it depends whether a file is changed; none names a program.
 SETTINGS = r"^core\.(filemode|symlinks|autocrlf|eol|ignorecase)$"
@@ -69,10 +63,10 @@ def changes(folder: Path) -> str:
     try:
         with _repository(folder) as (commit, env):
             # Git does not check the paths of an index.
-            paths = _output(["ls-files", "-z"], Path(env["GIT_WORK_TREE"]), env, MAX_PATHS)
+            paths = output(["ls-files", "-z"], Path(env["GIT_WORK_TREE"]), env, MAX_PATHS)
             if len(paths) == MAX_PATHS or OUTSIDE.search(paths):
                 return ""
-            found = _output([*DIFF, "--no-color", "--ignore-submodules=all", commit], folder, env, MAX_CHANGES + 1)
+            found = output([*DIFF, "--no-color", "--ignore-submodules=all", commit], folder, env, MAX_CHANGES + 1)
     except ERRORS:
         return ""
     text = found[:MAX_CHANGES].decode(errors="replace")
@@ -82,28 +76,10 @@ def changes(folder: Path) -> str:
 def _status(folder: Path) -> str:
     try:
         with _repository(folder) as (commit, env):
-            changed = _output([*DIFF, "--name-only", "--ignore-submodules=dirty", commit], folder, env, 1)
+            changed = output([*DIFF, "--name-only", "--ignore-submodules=dirty", commit], folder, env, 1)
     except ERRORS:
         return ""
     return f"{commit}-dirty" if changed else commit
-
-
-def _is_its_own(tree: Path, env: dict[str, str]) -> bool:
-    """Whether the repository of a working tree names that tree: `.git` may have come with a project, and name any.
-
-    That of a linked working tree has a file with the path of `.git`, and that of a submodule a setting.
-    """
-    git = tree / ".git"
-    if git.is_symlink() or git.is_dir():
-        return not git.is_symlink()
-    there = Path(os.fsdecode(_output(["rev-parse", "--absolute-git-dir"], tree, env, MAX_OUTPUT)).rstrip("\n"))
-    found = []
-    with contextlib.suppress(OSError):
-        found.append((there / content(there / "gitdir").rstrip("\n")).parent)
-    with contextlib.suppress(OSError):
-        setting = _output(["config", "--file", str(there / "config"), "core.worktree"], tree, env, MAX_OUTPUT)
-        found.append(there / os.fsdecode(setting).rstrip("\n"))
-    return tree.resolve() in [path.resolve() for path in found]
 
 
 @contextlib.contextmanager
@@ -120,9 +96,9 @@ def _repository(folder: Path) -> Iterator[tuple[str, dict[str, str]]]:
     if tree is None:
         raise FileNotFoundError(errno.ENOENT, "no repository", str(folder))
     env = {"GIT_WORK_TREE": str(tree)}
-    if not _is_its_own(tree, env):
+    if not is_its_own(tree, env):
         raise ValueError(f"{tree / '.git'} leads to a repository with another working tree")
-    told = _output(["rev-parse", "HEAD", "--git-path", "objects", "--git-path", "index"], folder, env, MAX_OUTPUT)
+    told = output(["rev-parse", "HEAD", "--git-path", "objects", "--git-path", "index"], folder, env)
     commit, objects, index = os.fsdecode(told).splitlines()
     for path in (tree / ".git", folder / objects, folder / index):
         writable.resolved(str(path), fixed=True)
@@ -130,7 +106,7 @@ def _repository(folder: Path) -> Iterator[tuple[str, dict[str, str]]]:
         raise ValueError("an unknown kind of commit")
     settings = ""
     with contextlib.suppress(OSError):  # there are none
-        set_there = _output(["config", "-z", "--get-regexp", SETTINGS], folder, env, MAX_OUTPUT).decode()
+        set_there = output(["config", "-z", "--get-regexp", SETTINGS], folder, env).decode()
         pairs = (line.partition("\n") for line in set_there.split("\0"))
         settings = "".join(f"[core]\n{name[5:]} = {value}\n" for name, _, value in pairs if value.isalpha())
     with tempfile.TemporaryDirectory() as own:
@@ -167,26 +143,3 @@ def _copy(index: Path, copy: Path) -> None:
             shutil.copyfileobj(file, target)
     # Git reads a file again that could have changed in the second in which the index was written.
     os.utime(copy, ns=(status.st_atime_ns, status.st_mtime_ns))
-
-
-def _output(arguments: list[str], folder: Path, env: dict[str, str], most: int) -> bytes:
-    """Return the first `most` bytes of what git prints; raises OSError if it fails or takes long."""
-    command = [*LIMITED, "git", *PLAIN, *arguments]
-    env = environment() | {"GIT_ALLOW_PROTOCOL": "none"} | env
-    streams: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-    with subprocess.Popen(command, cwd=folder, env=env, **streams) as git:
-        limit = threading.Timer(STATUS_TIMEOUT, git.kill)
-        limit.start()
-        try:
-            assert git.stdout
-            found = bytearray()
-            while len(found) < most and (piece := git.stdout.read(min(PIECE, most - len(found)))):
-                found += piece
-            if len(found) == most:
-                git.kill()
-            git.wait()
-        finally:
-            limit.cancel()
-    if git.returncode and len(found) < most:
-        raise OSError(errno.EIO, f"git failed, or did not finish within {STATUS_TIMEOUT:g} s")
-    return bytes(found)

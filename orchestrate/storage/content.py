@@ -116,6 +116,9 @@ class Content:
                 raise Changed(f"{shown(self.path)} was removed or replaced before it was copied") from None
             raise Unreadable(f"{shown(self.path)} cannot be read: {error.strerror}") from None
         with file:
+            # From then on, the next write to memory that is mapped to it changes its times.
+            with contextlib.suppress(OSError):
+                os.fsync(file.fileno())
             if Facts.of(os.fstat(file.fileno())) != self.facts:
                 raise Changed(f"{shown(self.path)} changed before it was copied")
             yield file

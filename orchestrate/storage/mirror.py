@@ -205,8 +205,9 @@ class Mirror:
         """Return the SHA-256 of a file, which is read only if it may have changed since it was last read."""
         facts, known = self._digests.get(path, (None, ""))
         if facts != content.facts:
-            unchanged = old and (old.size, old.mtime_ns) == (content.facts.size, content.facts.mtime_ns)
-            known = old.sha256 if old and unchanged else content.digest()
+            then = (old.size, old.mtime_ns) if old and not facts else None  # once read, times of change are known
+            now = content.facts.size, content.facts.mtime_ns
+            known = old.sha256 if old and then == now else content.digest()
             self._digests[path] = content.facts, known
         return known
 

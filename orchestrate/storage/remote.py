@@ -7,7 +7,7 @@ import ipaddress
 import os
 import re
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, wait
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,7 @@ MAX_PARTS = 9_000  # of one upload; S3 accepts 10,000, so the parts of a large f
 PARTS_AT_ONCE = 4  # parts of one file that are in memory and on their way
 REQUEST_TIMEOUT = timedelta(minutes=5)  # of a part or a small file: a slow uplink must be able to send it
 LIST_TIMEOUT = 120.0  # seconds until the next thousand objects, of which pages may have none
+DELETE_TIMEOUT = 10.0  # seconds; copies wait for it
 READ_TIMEOUT = timedelta(minutes=1)  # without a byte of an answer
 DOWNLOAD_TIMEOUT = timedelta(days=7)  # of a whole file of any size; READ_TIMEOUT detects a server that is gone
 # Few retries here: the callers retry too, can be stopped while they wait, and report the error.
@@ -45,7 +46,7 @@ class Remote(Store):
     def __init__(self, url: str, writer: ObjectStore, reader: ObjectStore) -> None:
         super().__init__(url)
         self._writer, self._reader, self._turn = writer, reader, threading.Lock()
-        self._lost: Future[Any] | None = None  # a page of a list that has not come in time
+        self._late: dict[str, Future[Any]] = {}  # requests that were not answered in time, by their kind
 
     def put(self, key: str, data: bytes) -> None:
         """Store a small object."""
@@ -93,20 +94,20 @@ class Remote(Store):
 
         with self._errors(below):
             listed = iter(obstore.list(self._reader, below, chunk_size=1000))
-            while (found := self._listed(listed)) is not None:
+            while (found := self._limited("listed its objects", LIST_TIMEOUT, next, listed, None)) is not None:
                 for each in found:
                     tag = f"{each['size']} {each['e_tag']} {each['last_modified']}"
                     yield Version(each["path"], each["size"], tag)
 
-    def _listed(self, pages: Iterator[Any]) -> Any:
-        """The next objects, or None; raises StorageLost if a server answers forever without any."""
-        if self._lost and not self._lost.done():
-            raise StorageLost(f"{self.url} still has not been listed", LOST_HINT)
-        page = started(next, pages, None)
-        if not wait([page], LIST_TIMEOUT).done:
-            self._lost = page  # it cannot be ended, and no second one must run
-            raise StorageLost(f"{self.url} was not listed within {LIST_TIMEOUT:g} s", LOST_HINT)
-        return page.result()
+    def _limited(self, what: str, seconds: float, request: Callable[..., Any], *arguments: Any) -> Any:
+        """Return the answer to a request; raises StorageLost if it does not come in time, or has no end."""
+        if what in self._late and not self._late[what].done():
+            raise StorageLost(f"{self.url} still has not {what}", LOST_HINT)
+        task = started(request, *arguments)
+        if not wait([task], seconds).done:
+            self._late[what] = task  # it cannot be ended, and no second one must run
+            raise StorageLost(f"{self.url} has not {what} within {seconds:g} s", LOST_HINT)
+        return task.result()
 
     def delete(self, keys: Iterable[str]) -> None:
         """Delete objects."""
@@ -114,7 +115,7 @@ class Remote(Store):
 
         for key in keys:
             with self._errors(key), contextlib.suppress(FileNotFoundError):
-                interruptible(obstore.delete, self._writer, key)
+                self._limited("deleted an object", DELETE_TIMEOUT, obstore.delete, self._writer, key)
 
     @contextlib.contextmanager
     def _errors(self, key: str) -> Iterator[None]:

@@ -1,5 +1,6 @@
 """torch's store must be hosted by the node of rank 0, from the first connection until all workers have ended."""
 
+import contextlib
 import os
 import shutil
 import signal
@@ -8,7 +9,7 @@ import subprocess
 import sys
 
 import pytest
-from support.agents import Waiting
+from support.agents import PRELOAD, Waiting
 from support.processes import descendants, proc
 from support.repo import ROOT
 from support.waiting import eventually
@@ -82,6 +83,24 @@ def test_the_store_must_be_hosted_though_a_job_has_removed_the_nodes_program(tmp
     assert node.run(0, "pass") == 0
     shutil.rmtree(tmp_path / "copy")
     assert node.run(1, CLIENT) == 0
+    node.end()
+
+
+@pytest.mark.slow
+def test_a_late_answer_about_the_store_must_not_be_taken_for_one_about_a_worker(tmp_path, port):
+    os.mkfifo(tmp_path / "go")
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    node = Waiting(tmp_path, PRELOAD, before="warm.FORK_TIMEOUT = 0.2", **variables)
+    connects = f"import socket, sys\nprint('up', flush=True)\nopen('{tmp_path}/go').close()\n"
+    node.start(0, connects + f"socket.create_connection(('127.0.0.1', {port}))")
+    eventually(lambda: node.log(0))
+    (zygote,) = [pid for pid in descendants(node.node.pid) if "zygote.py" in proc(pid, "cmdline")[2]]
+    os.kill(zygote, signal.SIGSTOP)
+    (tmp_path / "go").write_text("")
+    eventually(lambda: hosts(node.node.pid))
+    with contextlib.suppress(ProcessLookupError):  # it was killed
+        os.kill(zygote, signal.SIGCONT)
+    assert node.run(1, "raise SystemExit(3)") == 3
     node.end()
 
 

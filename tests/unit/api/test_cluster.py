@@ -5,12 +5,10 @@ import dataclasses
 import os
 import shutil
 import struct
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from support.commanded import ROOT, Whole, create, end, supervised
+from support.commanded import Whole, create, end, supervised
 from support.methods import raising
 from support.other_user import as_user, folder_of_user
 from support.plans import HERE, Site, plan
@@ -193,44 +191,6 @@ def test_bringing_up_a_cluster_must_start_all_its_nodes_including_standby_nodes(
     assert one.plan.placement.code == str(Path.cwd())
     (found,) = cluster.found(tmp_path)
     assert (found.name, found.spec, found.plan) == (one.name, one.spec, one.plan)
-
-
-def taken_by_another(paths: JobPaths) -> bool:
-    """Whether another process can lock a cluster."""
-    code = "import sys; from pathlib import Path; from orchestrate.record import lock; "
-    code += "from orchestrate.record.paths import JobPaths; lock.held(JobPaths(Path(sys.argv[1]))).__enter__()"
-    return not subprocess.run([sys.executable, "-c", code, paths.root], cwd=ROOT, capture_output=True).returncode
-
-
-def test_no_other_process_must_use_a_cluster_before_its_nodes_are_up(tmp_path):
-    engine, seen = Whole(), []
-
-    def up(plan, stopped=never) -> None:
-        seen.append(taken_by_another(JobPaths(tmp_path / plan.project)))
-
-    engine.up = up
-    with contextlib.ExitStack() as held:
-        one, _ = cluster.bring_up(engine, SPEC, tmp_path, held)
-        seen.append(taken_by_another(one.paths))
-    assert [*seen, taken_by_another(one.paths)] == [False, False, True]
-
-
-def test_a_job_must_take_a_cluster_only_if_no_other_process_has_and_its_nodes_are_there(tmp_path):
-    one = new_cluster(tmp_path)
-    create(one.paths, cluster="c-1")
-    with supervised(one.paths.root), contextlib.ExitStack() as held:
-        assert not one.take(held)
-        with pytest.raises(cluster.InUse, match="c-1 is in use by another process"):
-            cluster.take_down(Whole(), one, 7.0)
-    with contextlib.ExitStack() as held:
-        assert one.take(held) and not taken_by_another(one.paths)
-    job = create(JobPaths(tmp_path / "a-1"), cluster="c-1")
-    with contextlib.ExitStack() as held:
-        assert not one.take(held)
-    run_dir.move_from_cluster(job)
-    cluster.take_down(Whole(), one, 7.0)
-    with contextlib.ExitStack() as held:
-        assert not one.take(held)
 
 
 @pytest.mark.parametrize("error", [EngineError, KeyboardInterrupt])

@@ -1,5 +1,7 @@
 """Output of installers and builds."""
 
+import os
+import signal
 import subprocess
 
 import pytest
@@ -35,6 +37,12 @@ def test_the_last_lines_of_a_build_must_be_kept_without_internal_steps_and_shown
     ]
     assert printed("\n".join(lines)) == lines[-SHOWN_LINES:] and SHOWN_LINES == 50
     assert printed("\n".join(lines[:4])) == lines[3:4]
+
+
+def test_a_command_must_end_though_another_process_keeps_its_output_open(tmp_path):
+    with started(f"setsid sleep 1000 & echo $! > {tmp_path}/pid; echo done") as process:
+        assert [*follow(process)] == ["done"]
+    os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
 
 
 BUILD = """#5 [1/2] FROM docker.io/library/a

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import shutil
+import subprocess
 from urllib.parse import quote
 
 import pytest
@@ -105,6 +106,28 @@ def test_a_repository_that_a_job_could_write_must_not_be_fetched(repository, tmp
     writable.note([tmp_path / "mine"])
     with pytest.raises(UsageError, match=f" {tmp_path}/mine, where a job "):
         source.check_out(source.parsed(f"git+file://{ours}"))
+
+
+@pytest.mark.parametrize("way", [".git", "alternates"])
+def test_a_folder_that_leads_to_another_repository_must_be_refused(repository, tmp_path, way):
+    theirs = tmp_path / "theirs"
+    if way == ".git":
+        theirs.mkdir()
+        (theirs / ".git").write_text(f"gitdir: {repository}/.git\n")
+        expected = f"{theirs}/.git names the repository of another folder"
+    else:
+        subprocess.run(["git", "init", "-q", theirs], check=True)
+        (theirs / ".git" / "objects" / "info" / "alternates").write_text(f"{repository}/.git/objects\n")
+        expected = f"the repository {theirs} uses the objects of another one"
+    with pytest.raises(UsageError, match=expected):
+        source.check_out(source.parsed(f"git+file://{theirs}"))
+
+
+def test_a_linked_working_tree_and_a_bare_repository_must_be_sources(repository, tmp_path):
+    subprocess.run(["git", "worktree", "add", "-q", tmp_path / "tree"], cwd=repository, check=True)
+    subprocess.run(["git", "clone", "-q", "--bare", "--no-hardlinks", repository, tmp_path / "bare"], check=True)
+    for name in ("tree", "bare"):
+        assert os.listdir(source.check_out(source.parsed(f"git+file://{tmp_path / name}"))) == ["train.py"]
 
 
 def test_a_cache_that_cannot_be_used_and_a_missing_git_must_be_named(tmp_path, monkeypatch):

@@ -1,6 +1,5 @@
 """Messages about object stores: what failed, why, the next step, and never a secret."""
 
-import contextlib
 import importlib.abc
 import logging
 import os
@@ -8,14 +7,11 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from support.object_stores import KEY_ID, SECRET, use
-from support.waiting import eventually
 
 from orchestrate.errors import ResourceError, StorageError, StorageLost, UsageError
 from orchestrate.files.log_file import LOGGER
@@ -214,95 +210,6 @@ def test_a_long_message_of_a_library_must_be_cut_but_not_within_a_secret(monkeyp
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
     message = str(explained("s3://b/x", "key", f"Generic S3 error: {'x' * length}{SECRET}"))
     assert len(message) < 400 and SECRET[:5] not in message
-
-
-class Strict(BaseHTTPRequestHandler):
-    """Refuses conditional writes, as some stores do that are compatible with S3 otherwise."""
-
-    seen: list[tuple[str, str | None, bytes]] = []
-
-    def do_PUT(self):
-        condition, data = self.headers["If-None-Match"], self.rfile.read(int(self.headers["Content-Length"]))
-        self.seen.append((self.path, condition, data))
-        body = b"<Error><Code>NotImplemented</Code></Error>" if condition else b""
-        self.send_response(501 if condition else 200)
-        self.send_header("ETag", '"1"')
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *arguments):
-        pass
-
-
-@contextlib.contextmanager
-def served(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
-    """The endpoint of a server."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
-
-
-class Endless(Strict):
-    """Lists nothing, in pages without end until `ends`; refuses to read in several lines."""
-
-    ends = threading.Event()
-
-    def do_GET(self):
-        token = "" if self.ends.is_set() else "<NextContinuationToken>x</NextContinuationToken>"
-        body = f"<ListBucketResult><Name>b</Name>{token}</ListBucketResult>"
-        odd = "<Error><Code>Odd</Code><Message>no)\n\nsucceeded: 4 workers\n</Message></Error>"
-        status, body = (200, body) if "list-type" in self.path else (400, odd)
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body.encode())
-
-
-def test_a_server_that_lists_nothing_forever_must_count_as_lost(monkeypatch):
-    monkeypatch.setattr("orchestrate.storage.remote.LIST_TIMEOUT", 0.2)
-    with served(Endless) as endpoint:
-        use(monkeypatch, endpoint)
-        store = open_store("s3://bucket/x")
-        with pytest.raises(StorageLost, match="was not listed within 0.2 s"):
-            next(store.list("files"), None)
-        with pytest.raises(StorageLost, match="still has not been listed"):  # no second thread waits
-            next(store.list("files"), None)
-        Endless.ends.set()
-
-        def is_listed() -> bool:
-            with contextlib.suppress(StorageLost):
-                return not [*store.list("files")]
-            return False
-
-        eventually(is_listed)
-
-
-def test_an_answer_must_be_shown_in_one_line(monkeypatch):
-    with served(Endless) as endpoint:
-        use(monkeypatch, endpoint)
-        with pytest.raises(StorageError) as caught:
-            [*open_store("s3://bucket/x").read("key")]
-    assert "\n" not in str(caught.value) and "succeeded: 4 workers" in str(caught.value)
-
-
-@pytest.mark.parametrize(("url", "path"), [("s3://bucket/x", "/bucket/x/key"), ("az://bucket/x", "/me/bucket/x/key")])
-def test_a_store_that_refuses_conditional_writes_must_be_usable(monkeypatch, url, path):
-    azure = {"ACCOUNT_NAME": "me", "ACCOUNT_KEY": "c2VjcmV0", "USE_EMULATOR": "true"}
-    for name, value in {f"AZURE_STORAGE_{name}": value for name, value in azure.items()}.items():
-        monkeypatch.setenv(name, value)
-    with served(Strict) as endpoint:
-        use(monkeypatch, endpoint)
-        monkeypatch.setenv("AZURITE_BLOB_STORAGE_URL", endpoint)
-        open_store(url).create("key", b"data")
-    assert Strict.seen[0] == (path, "*", b"data") and Strict.seen[-1] == (path, None, b"data")
-    Strict.seen.clear()
 
 
 def test_an_object_that_is_already_gone_must_not_fail_its_deletion(store):

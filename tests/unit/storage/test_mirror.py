@@ -2,6 +2,7 @@
 
 import hashlib
 import itertools
+import mmap
 import os
 import tracemalloc
 
@@ -67,6 +68,24 @@ def test_a_file_must_be_copied_only_once_it_has_settled(tmp_path, saved, elsewhe
     assert newest(store) is None and (mirror.state.pending_files, mirror.state.pending_bytes) == (1, 8)
     assert mirror.sync(never) and not mirror.state.complete  # more may be written
     assert fetched(store, elsewhere) == {"state.pt": b"complete"}
+
+
+@pytest.mark.parametrize("how", ["through memory", "with the same times"])
+def test_a_file_that_is_changed_again_must_be_copied_again(tmp_path, saved, elsewhere, how):
+    store = open_store(f"file://{tmp_path}/store")
+    path = saved.write("state.pt", b"A" * 4096)
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
+        memory[:2] = b"BB"
+        mirror = saved.mirror(store)
+        assert not mirror.sync(never) and mirror.sync(never)
+        times = path.stat().st_atime_ns, path.stat().st_mtime_ns
+        if how == "through memory":
+            memory[:2] = b"CC"
+        else:
+            path.write_bytes(b"CC" + b"A" * 4094)
+            os.utime(path, ns=times)
+    assert mirror.sync(never, final=True)
+    assert fetched(store, elsewhere) == {"state.pt": b"CC" + b"A" * 4094}
 
 
 def test_a_manifest_must_hold_either_all_files_or_wait(tmp_path, saved, elsewhere):

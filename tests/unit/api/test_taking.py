@@ -1,0 +1,55 @@
+"""Only one process at a time must use a cluster, from before its nodes start until they are removed."""
+
+import contextlib
+import subprocess
+import sys
+
+import pytest
+from support.commanded import Whole, create, supervised
+from support.plans import HERE, plan
+from support.repo import ROOT
+
+from orchestrate.api.cluster import Cluster, InUse, bring_up, take_down
+from orchestrate.engines.base import never
+from orchestrate.record import run_dir
+from orchestrate.record.paths import JobPaths
+from orchestrate.spec.spec import JobSpec
+
+SPEC = JobSpec(trainers=2)
+
+
+def taken_by_another(paths: JobPaths) -> bool:
+    """Whether another process can lock a cluster."""
+    code = "import sys; from pathlib import Path; from orchestrate.record import lock; "
+    code += "from orchestrate.record.paths import JobPaths; lock.held(JobPaths(Path(sys.argv[1]))).__enter__()"
+    return not subprocess.run([sys.executable, "-c", code, paths.root], cwd=ROOT, capture_output=True).returncode
+
+
+def test_no_other_process_must_use_a_cluster_before_its_nodes_are_up(tmp_path):
+    engine, seen = Whole(), []
+
+    def up(plan, stopped=never) -> None:
+        seen.append(taken_by_another(JobPaths(tmp_path / plan.project)))
+
+    engine.up = up
+    with contextlib.ExitStack() as held:
+        one, _ = bring_up(engine, SPEC, tmp_path, held)
+        seen.append(taken_by_another(one.paths))
+    assert [*seen, taken_by_another(one.paths)] == [False, False, True]
+
+
+def test_a_job_must_take_a_cluster_only_if_no_other_process_has_and_its_nodes_are_there(tmp_path):
+    one = Cluster(create(JobPaths(tmp_path / "c-1"), cluster="c-1"), SPEC, plan(SPEC, HERE, "c-1", 0))
+    with supervised(one.paths.root), contextlib.ExitStack() as held:
+        assert not one.take(held)
+        with pytest.raises(InUse, match="c-1 is in use by another process"):
+            take_down(Whole(), one, 7.0)
+    with contextlib.ExitStack() as held:
+        assert one.take(held) and not taken_by_another(one.paths)
+    job = create(JobPaths(tmp_path / "a-1"), cluster="c-1")
+    with contextlib.ExitStack() as held:
+        assert not one.take(held)
+    run_dir.move_from_cluster(job)
+    take_down(Whole(), one, 7.0)
+    with contextlib.ExitStack() as held:
+        assert not one.take(held)
