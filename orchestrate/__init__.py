@@ -1,17 +1,15 @@
 """Run any PyTorch distributed program as a real multi-node job in containers."""
 
-from __future__ import annotations
-
 import importlib
-from typing import Any
 
 __version__ = "0.1.0"
 __all__ = ["Job", "JobFailed", "OrchestrateError", "Result", "cluster", "run", "submit"]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     """Import what is used, as `__init__.pyi` describes it: the command line needs none of it."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = importlib.import_module("orchestrate.api.job")
-    return getattr(module, "Cluster" if name == "cluster" else name)
+    found: object = getattr(module, "Cluster" if name == "cluster" else name)
+    return found

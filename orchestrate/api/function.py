@@ -13,6 +13,7 @@ from typing import Any
 from orchestrate.errors import OrchestrateError, UsageError
 from orchestrate.files.folder import Folder
 from orchestrate.files.paths import CALL, CALLED, NODE
+from orchestrate.node import checks
 from orchestrate.spec.spec import FIELDS
 
 SETTINGS = {*FIELDS, "nodes"}
@@ -29,7 +30,7 @@ def split(function: Callable[..., Any], options: Mapping[str, Any]) -> tuple[dic
     parameters = inspect.signature(function).parameters
     if both := [name for name in options if name in SETTINGS and name in parameters]:
         what = f"{both[0]} is a setting of a job, and a parameter of {function.__name__}()"
-        raise UsageError(what, "give the parameter another name")
+        raise UsageError(what, "pass the argument by its position, or give the parameter another name")
     settings = {name: value for name, value in options.items() if name in SETTINGS}
     return settings, {name: value for name, value in options.items() if name not in SETTINGS}
 
@@ -90,16 +91,17 @@ def _value(folder: Folder, rank: int) -> Any:
     try:
         with folder.open(f"values/rank-{rank}.json") as file:
             text = file.read(MAX_VALUE + 1)
-    except FileNotFoundError:
-        return None
-    try:
         if len(text) > MAX_VALUE:
             raise ValueError(f"it has more than {MAX_VALUE >> 20} MiB")
+        checks.limit_values(text, checks.MAX_VALUES)
         found = json.loads(text)
         value, head = found["value"], found["tensors"]
         return _with_tensors(value, head, folder, rank) if head else value
-    except (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
-        raise OrchestrateError(f"what rank {rank} returned cannot be read: {error}") from None
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, LookupError, TypeError, RuntimeError) as error:  # the last by torch, for odd shapes
+        hint = "return less: for more, save a file in $JOB_DIR, and return its path"
+        raise OrchestrateError(f"what rank {rank} returned cannot be read: {error}", hint) from None
 
 
 def _with_tensors(value: Any, head: list[Any], folder: Folder, rank: int) -> Any:

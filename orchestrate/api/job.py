@@ -46,6 +46,10 @@ class Result:
     run_dir: Path
     values: Sequence[Any] = ()  # what the function has returned on each rank; empty for a script
 
+    def __repr__(self) -> str:
+        """Return it without the report."""
+        return f"<Result of {self.run_dir.name}: {report.text(dict(self.report)).splitlines()[0]}>"
+
     @property
     def metrics(self) -> Mapping[str, float]:
         """Return the last value of each metric."""
@@ -152,15 +156,11 @@ class Job:
         return bool(lock.holder(self._paths)) and not run_dir.ended(self._paths)
 
     def _follow(self) -> None:
-        """Show the job until it ends; on Ctrl-C, stop it first."""
+        """Show the job until it ends."""
         spec, plan = run_dir.load(self._paths)
         screen: Screen = PlainScreen(plan, self._paths, spec.mask())
         display = Display(console.print_message, partial(console.stream, colored=False), Style(), screen)
-        try:
-            follow(self._paths, spec, plan, display, past=True)
-        except KeyboardInterrupt:
-            stopped.ask(self._paths)
-            raise
+        follow(self._paths, spec, plan, display, past=True)
 
 
 class Cluster:
@@ -169,10 +169,12 @@ class Cluster:
     def __init__(self, runs: str | os.PathLike[str] = "runs", **settings: Any) -> None:
         """Start the nodes; `settings` are those of all jobs. Raises OrchestrateError."""
         self._runs, self._settings = Path(runs), settings
-        spec = request.spec_of(settings)
-        self._engine = choice.select_engine(spec)
         folder = owners.check(self._runs)
-        self._made, _ = clusters.start(self._engine, spec, folder, WARM_TIMEOUT)
+        with _place_kept():
+            spec = request.spec_of(settings)
+            self._engine = choice.select_engine(spec)
+            self._made, _ = clusters.start(self._engine, spec, folder, WARM_TIMEOUT)
+        settings.pop("name", None)  # of the cluster
 
     @property
     def name(self) -> str:
@@ -216,13 +218,16 @@ def run(
     it cannot start. Ctrl-C, and the end of this process, stop the job.
     """
     job = _started(target, args, runs, _on, options, bound=True, tell=not quiet)
-    if not quiet:
-        job._follow()
     try:
-        return job.wait()
+        if not quiet:
+            job._follow()
+        result = job.wait()
     except KeyboardInterrupt:
         stopped.ask(job._paths)
         raise
+    if not quiet:
+        console.print_message(report.text(dict(result.report)))
+    return result
 
 
 def submit(target: Target, *args: Any, runs: str | os.PathLike[str] = "runs", _on: str = "", **options: Any) -> Job:
@@ -250,6 +255,8 @@ def _started(
         else:
             files = {}
             spec = request.spec_of({**options, "command": [os.fspath(target), *map(str, args)]})
+        if spec.stdin:
+            raise UsageError("stdin is not supported for jobs from Python", "write a file, and pass its path")
         prepared = prepare.prepare(spec, folder, on)
         prepared.create(files)
     if tell:
