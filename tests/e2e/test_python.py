@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -194,6 +195,17 @@ print(job)
 job.stop()
 """)
     assert out == [f"{run.name} is still running after 0 s", f"<Job {run.name}: stopped>", f"<Job {run.name}: running>"]
+
+
+@pytest.mark.slow
+def test_the_example_of_the_documentation_must_print_what_it_shows(cli):
+    blocks = re.findall(r"```(python|text)\n(.*?)```", (ROOT / "docs" / "python.md").read_text(), re.S)
+    (_, module), (_, program), (_, output) = blocks
+    for text in (module, program):
+        (cli.folder / text.split()[1]).write_text(text)
+    env = cli.env | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "program.py"], cwd=cli.folder, env=env, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, output), done.stderr
 
 
 @pytest.mark.docker
