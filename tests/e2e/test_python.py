@@ -49,13 +49,16 @@ class Program:
         self.cli, self.folder = cli, cli.folder
         (self.folder / "functions.py").write_text(FUNCTIONS)
 
-    def start(self, code: str, **options) -> subprocess.Popen[str]:
+    def start(self, code: str) -> subprocess.Popen[str]:
         text = f"import json, functions, orchestrate\nO = {OPTIONS!r}\n{code}\n"
         (self.folder / "program.py").write_text(text)
-        env = self.cli.env | {"PYTHONPATH": str(ROOT)}
-        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         return subprocess.Popen(
-            [sys.executable, "program.py"], cwd=self.folder, env=env, text=True, **streams, **options
+            [sys.executable, "program.py"],
+            cwd=self.folder,
+            env=self.cli.env | {"PYTHONPATH": str(ROOT)},
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
         )
 
     def __call__(self, code: str) -> tuple[list[str], str]:

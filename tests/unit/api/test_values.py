@@ -67,7 +67,7 @@ def test_tensors_must_be_put_in_their_places(folder):
         tensors([None], [["x"], "float32", [1], 0]),
         tensors({}, [["x"], "float32", [1], 0]),
         tensors([None], [[0], "float32", [1], 0], [[0], "float32", [1], 0]),
-        tensors(None, 1),
+        json.dumps({"value": None, "tensors": 1}),
         tensors(None, [[], "float32"]),
     ],
 )
