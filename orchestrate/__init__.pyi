@@ -1,3 +1,4 @@
+from orchestrate.api.job import Cluster
 from orchestrate.api.job import Job as Job
 from orchestrate.api.job import JobFailed as JobFailed
 from orchestrate.api.job import Result as Result
@@ -6,3 +7,4 @@ from orchestrate.api.job import submit as submit
 from orchestrate.errors import OrchestrateError as OrchestrateError
 
 __version__: str
+cluster = Cluster

@@ -96,6 +96,11 @@ class Cluster:
         """Return the name of the job that is supervised on it; empty if there is none, or not yet."""
         return next((paths.root.name for paths in self.jobs() if lock.holder(paths)), "")
 
+    @property
+    def private(self) -> bool:
+        """Whether only the program that has started it uses it."""
+        return self.paths.private.exists()
+
     def take(self, held: contextlib.ExitStack) -> bool:
         """Lock the cluster for a job until `held` exits; return False if another process has just used or removed it.
 
@@ -173,12 +178,14 @@ def bring_up(
     return cluster, session
 
 
-def start(engine: Engine, spec: JobSpec, runs: Path, patience: float) -> tuple[Cluster, bool]:
+def start(engine: Engine, spec: JobSpec, runs: Path, patience: float, private: bool = False) -> tuple[Cluster, bool]:
     """Create a cluster as `bring_up`; also return whether its nodes have imported what jobs need in `patience` s."""
     stores.prepare(spec)
     phase(f"starting {pluralize(spec.trainers + 1 + spec.spares, 'node')}")
     with contextlib.ExitStack() as held:
         created, session = bring_up(engine, dataclasses.replace(spec, name=spec.name or "cluster"), runs, held)
+        if private:
+            created.paths.private.touch()
     packages, warm = ", ".join(created.plan.placement.packages), True
     if packages:
         phase(f"importing {packages} in {pluralize(len(created.plan.nodes), 'node')}")
@@ -213,7 +220,8 @@ def keep(
 def remove_kept(engine: Engine, runs: Path) -> None:
     """Remove idle nodes that were kept after a job: another job starts its own, and may need their memory."""
     for each in found(runs):
-        if each.plan.placement.keep and each.plan.engine == engine.name and not each.user() and not each.jobs():
+        idle = each.plan.engine == engine.name and not each.private and not each.user() and not each.jobs()
+        if each.plan.placement.keep and idle:
             with contextlib.suppress(InUse):  # now
                 take_down(engine, each, 0)
 

@@ -10,24 +10,27 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from orchestrate.errors import OrchestrateError, UsageError
+from orchestrate.errors import OrchestrateError, ResourceError, UsageError
 from orchestrate.files.folder import Folder
 from orchestrate.files.paths import CALL, CALLED, NODE
 from orchestrate.node import checks
+from orchestrate.node.call import DTYPES
 from orchestrate.spec.spec import FIELDS
 
 SETTINGS = {*FIELDS, "nodes"}
-MODULES = "move it to a module, for example functions.py, and import it from there"
-MAX_VALUE, MAX_TENSORS = 64 << 20, 1 << 30  # bytes of a rank's value, and of the tensors in it
-DTYPES = (
-    *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "bfloat16"),
-    *("float16", "float32", "float64", "complex64", "complex128", "float8_e4m3fn", "float8_e5m2"),
-)
+MODULES = "define a function in a module, for example functions.py, and import it from there"
+MAX_VALUE, MAX_TENSORS = 8 << 20, 1 << 30  # bytes of a rank's value, and of the tensors in it
+MAX_ITEMS, MOST_ITEMS = 200_000, 1_000_000  # values of a rank, and of all ranks
 
 
 def split(function: Callable[..., Any], options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Divide keyword arguments into the settings of a job and the arguments of a function; raises UsageError."""
-    parameters = inspect.signature(function).parameters
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        raise UsageError(f"{function!r} cannot be called on ranks: it is no function in Python", MODULES) from None
+    if own := {"command", "hyperparameters"} & {*options} - {*parameters}:
+        raise UsageError(f"{min(own)} is for scripts, not for functions", "remove it")
     if both := [name for name in options if name in SETTINGS and name in parameters]:
         what = f"{both[0]} is a setting of a job, and a parameter of {function.__name__}()"
         raise UsageError(what, "pass the argument by its position, or give the parameter another name")
@@ -44,7 +47,7 @@ def files(
     function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], start: Path
 ) -> dict[str, bytes]:
     """Return what the command needs in the job folder, by name; raises UsageError for a function or arguments."""
-    name, file = function.__qualname__, _file(function)
+    file, name = _file(function), function.__qualname__
     try:
         inspect.signature(function).bind(*args, **kwargs)
     except TypeError as error:
@@ -69,10 +72,10 @@ def _file(function: Callable[..., Any]) -> Path:
     found: Any = sys.modules.get(module or "")
     for part in name.split(".") if module != "__main__" else ():
         found = getattr(found, part, None)
-    if found is not function:
-        where = "this program's main module or notebook" if module == "__main__" else "no place with that name"
-        raise UsageError(f"{name} cannot be imported by other processes: it is defined in {where}", MODULES)
-    return Path(inspect.getfile(function)).resolve()
+    if module is None or found is not function or not getattr(sys.modules[module], "__file__", None):
+        why = "it is in this program's main module or notebook" if module == "__main__" else "it is not in a module"
+        raise UsageError(f"{name} cannot be imported by other processes: {why}", MODULES)
+    return Path(getattr(sys.modules[module], "__file__", None) or "").resolve()
 
 
 def _shown(path: Path, start: Path) -> str:
@@ -84,16 +87,17 @@ def values(folder: Folder, world_size: int) -> list[Any]:
 
     Nothing of it is executed: it is JSON, and the bytes of tensors.
     """
-    return [_value(folder, rank) for rank in range(world_size)]
+    most = min(MAX_ITEMS, MOST_ITEMS // world_size)
+    return [_value(folder, rank, most) for rank in range(world_size)]
 
 
-def _value(folder: Folder, rank: int) -> Any:
+def _value(folder: Folder, rank: int, most: int) -> Any:
     try:
         with folder.open(f"values/rank-{rank}.json") as file:
             text = file.read(MAX_VALUE + 1)
         if len(text) > MAX_VALUE:
             raise ValueError(f"it has more than {MAX_VALUE >> 20} MiB")
-        checks.limit_values(text, checks.MAX_VALUES)
+        checks.limit_values(text, most)
         found = json.loads(text)
         value, head = found["value"], found["tensors"]
         return _with_tensors(value, head, folder, rank) if head else value
@@ -106,7 +110,11 @@ def _value(folder: Folder, rank: int) -> Any:
 
 def _with_tensors(value: Any, head: list[Any], folder: Folder, rank: int) -> Any:
     """Put the tensors of a value in their places."""
-    import torch  # only here: most jobs return none
+    try:
+        import torch  # only here: most jobs return none
+    except ModuleNotFoundError:
+        hint = f"install it ({sys.executable} -m pip install torch), or return numbers"
+        raise ResourceError(f"rank {rank} returned tensors, and torch is missing here", hint) from None
 
     with folder.open(f"values/rank-{rank}.bin") as file:
         data = bytearray(file.read(MAX_TENSORS + 1))

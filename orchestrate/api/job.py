@@ -9,11 +9,12 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from orchestrate import console
 from orchestrate.api import cluster as clusters
@@ -34,7 +35,9 @@ from orchestrate.show.screen import Display, Screen
 from orchestrate.show.tracking import PlainScreen
 
 Target = str | os.PathLike[str] | Callable[..., Any]
+_one_at_a_time = threading.RLock()  # the current folder is that of all threads
 INTERVAL = 0.1  # seconds between two looks at a running job
+KEEP = "10m"  # for which a cluster stays up without a job: its program may have been killed
 WARM_TIMEOUT = 120.0  # seconds for the nodes of a cluster to import packages; torch takes 2 to 20
 
 
@@ -64,13 +67,20 @@ class JobFailed(OrchestrateError):
         super().__init__(report.text(dict(result.report)), f"see {result.run_dir}")
         self.result = result
 
+    def __reduce__(self) -> tuple[type[JobFailed], tuple[Result]]:
+        """Return how to copy it, also to another process."""
+        return JobFailed, (self.result,)
+
 
 class Job:
     """A job of this account, running or not."""
 
     def __init__(self, run_dir: str | os.PathLike[str]) -> None:
         """`run_dir` is the run directory, such as `runs/train-4f2a91`; raises UsageError if it is not one."""
-        root = owners.check(Path(run_dir).absolute())
+        given = Path(run_dir)
+        if not given.exists() and given.name == str(given):  # its id
+            given = "runs" / given
+        root = owners.check(given.absolute())
         if why := owners.foreign(root):
             raise UsageError(f"{root} is not one of your run directories: {why}")
         records.need(root)
@@ -111,10 +121,12 @@ class Job:
                 raise TimeoutError(f"{self.id} is still running after {timeout:g} s")
             time.sleep(INTERVAL)
         spec, plan = run_dir.load_for_display(self._paths)
-        calls = spec.command[0] == CALLED and data["outcome"] == Outcome.SUCCEEDED
-        values = function.values(self._paths.folder, plan.world_size) if calls else []
+        succeeded, values = data["outcome"] == Outcome.SUCCEEDED, list[Any]()
+        if spec.command[0] == CALLED:
+            with contextlib.nullcontext() if succeeded else contextlib.suppress(OrchestrateError):
+                values = function.values(self._paths.folder, plan.world_size)
         result = Result(data, self._paths.root, values)
-        if data["outcome"] != Outcome.SUCCEEDED:
+        if not succeeded:
             raise JobFailed(result)
         return result
 
@@ -167,48 +179,56 @@ class Cluster:
     """Nodes that stay up between jobs, each of which they start in half a second; a context manager."""
 
     def __init__(self, runs: str | os.PathLike[str] = "runs", **settings: Any) -> None:
-        """Start the nodes; `settings` are those of all jobs. Raises OrchestrateError."""
-        self._runs, self._settings = Path(runs), settings
-        folder = owners.check(self._runs)
+        """Start the nodes, for jobs of this program; `settings` are those of all jobs. Raises OrchestrateError."""
+        self._runs, self._turn = owners.check(Path(runs)), threading.Lock()
+        self._settings = {name: value for name, value in settings.items() if name not in ("keep", "name")}
+        kept = {} if settings.get("engine") == "swarm" else {"keep": KEEP}
         with _place_kept():
-            spec = request.spec_of(settings)
+            spec = request.spec_of(kept | settings)
             self._engine = choice.select_engine(spec)
-            self._made, _ = clusters.start(self._engine, spec, folder, WARM_TIMEOUT)
-        settings.pop("name", None)  # of the cluster
+            self._made, _ = clusters.start(self._engine, spec, self._runs, WARM_TIMEOUT, private=True)
 
     @property
     def name(self) -> str:
         """The name of the cluster."""
         return self._made.name
 
-    def run(self, target: Target, *args: Any, quiet: bool = False, **options: Any) -> Result:
-        """Run a job on the cluster; as `orchestrate.run`."""
-        return run(target, *args, runs=self._runs, quiet=quiet, _on=self.name, **self._settings | options)
+    def run(self, target: Target, /, *args: Any, quiet: bool = False, **options: Any) -> Result:
+        """Run a job on the cluster, once the one before has ended; as `orchestrate.run`."""
+        return _result(self._start(target, args, options, bound=True, tell=not quiet), quiet)
 
-    def submit(self, target: Target, *args: Any, **options: Any) -> Job:
-        """Start a job on the cluster; as `orchestrate.submit`."""
-        return submit(target, *args, runs=self._runs, _on=self.name, **self._settings | options)
+    def submit(self, target: Target, /, *args: Any, **options: Any) -> Job:
+        """Start a job on the cluster, once the one before has ended; as `orchestrate.submit`."""
+        return self._start(target, args, options, bound=False, tell=False)
+
+    def _start(self, target: Target, args: Sequence[Any], options: Mapping[str, Any], bound: bool, tell: bool) -> Job:
+        with self._turn:
+            while self._made.jobs():
+                time.sleep(INTERVAL)
+            return _started(target, args, self._runs, self.name, self._settings | dict(options), bound, tell)
 
     def down(self) -> None:
-        """Remove the nodes; raises OrchestrateError, for example while a job is running on them."""
+        """Stop a job that is running on the nodes, and remove them; raises OrchestrateError if something is left."""
+        for paths in self._made.jobs():
+            Job(paths.root).stop()
         clusters.take_down(self._engine, self._made, grace=30)
 
     def __enter__(self) -> Cluster:
         """Return the cluster."""
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Remove the nodes."""
-        self.down()
+        try:
+            self.down()
+        except OrchestrateError as failure:
+            if not error:
+                raise
+            console.print_message(f"warning: {failure}")  # the program's own error is more important
 
 
 def run(
-    target: Target,
-    *args: Any,
-    runs: str | os.PathLike[str] = "runs",
-    quiet: bool = False,
-    _on: str = "",
-    **options: Any,
+    target: Target, /, *args: Any, runs: str | os.PathLike[str] = "runs", quiet: bool = False, **options: Any
 ) -> Result:
     """Run a job until it ends, and return its result.
 
@@ -217,12 +237,21 @@ def run(
     What workers print is printed, unless `quiet`. Raises JobFailed if the job does not succeed, and OrchestrateError if
     it cannot start. Ctrl-C, and the end of this process, stop the job.
     """
-    job = _started(target, args, runs, _on, options, bound=True, tell=not quiet)
+    return _result(_started(target, args, Path(runs), "", options, bound=True, tell=not quiet), quiet)
+
+
+def submit(target: Target, /, *args: Any, runs: str | os.PathLike[str] = "runs", **options: Any) -> Job:
+    """Start a job and return it; it outlives this process. The arguments are those of `run`, without `quiet`."""
+    return _started(target, args, Path(runs), "", options, bound=False, tell=False)
+
+
+def _result(job: Job, quiet: bool) -> Result:
+    """Show a job until it ends, unless `quiet`, and return its result; Ctrl-C stops it."""
     try:
         if not quiet:
             job._follow()
         result = job.wait()
-    except KeyboardInterrupt:
+    except BaseException:
         stopped.ask(job._paths)
         raise
     if not quiet:
@@ -230,22 +259,14 @@ def run(
     return result
 
 
-def submit(target: Target, *args: Any, runs: str | os.PathLike[str] = "runs", _on: str = "", **options: Any) -> Job:
-    """Start a job and return it; it outlives this process. The arguments are those of `run`."""
-    return _started(target, args, runs, _on, options, bound=False, tell=False)
-
-
 def _started(
-    target: Target,
-    args: Sequence[Any],
-    runs: str | os.PathLike[str],
-    on: str,
-    options: Mapping[str, Any],
-    bound: bool,
-    tell: bool,
+    target: Target, args: Sequence[Any], runs: Path, on: str, options: Mapping[str, Any], bound: bool, tell: bool
 ) -> Job:
-    folder, start = owners.check(Path(runs)), Path.cwd().resolve()
+    if not callable(target) and not isinstance(target, (str, os.PathLike)):
+        raise UsageError(f"{console.quoted(target)} cannot be run", "pass a script, or a function")
+    folder, start = owners.check(runs), Path.cwd().resolve()
     with _place_kept():
+        files: dict[str, IO[bytes]] = {}
         if callable(target):
             settings, kwargs = function.split(target, options)
             start = start / str(settings.get("chdir", ""))
@@ -253,7 +274,6 @@ def _started(
             named = {"name": target.__name__.strip("_")} | settings
             spec = request.spec_of(named | {"command": function.command(target, start)})
         else:
-            files = {}
             spec = request.spec_of({**options, "command": [os.fspath(target), *map(str, args)]})
         if spec.stdin:
             raise UsageError("stdin is not supported for jobs from Python", "write a file, and pass its path")
@@ -268,9 +288,10 @@ def _started(
 @contextlib.contextmanager
 def _place_kept() -> Iterator[None]:
     """Return to the current folder: a job's code folder becomes the current one while the job is prepared."""
-    here = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        yield
-    finally:
-        os.fchdir(here)
-        os.close(here)
+    with _one_at_a_time:
+        here = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            yield
+        finally:
+            os.fchdir(here)
+            os.close(here)

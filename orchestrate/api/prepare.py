@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -30,6 +31,7 @@ from orchestrate.spec.spec import JobSpec
 from orchestrate.supervise import stores
 
 _bound: list[IO[bytes]] = []  # pipes to supervisors, which end with this process
+os.register_at_fork(after_in_child=lambda: [pipe.close() for pipe in _bound])  # and not with its children
 
 
 @dataclass(frozen=True)
@@ -97,11 +99,19 @@ def start_supervisor(paths: JobPaths, bound: bool = False) -> None:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-    while not lock.holder(paths) and not run_dir.ended(paths) and child.poll() is None:
-        time.sleep(0.02)
-    child.returncode = child.returncode or 0  # avoids a ResourceWarning: it may outlive this process
     if child.stdin:
         _bound.append(child.stdin)
+    threading.Thread(target=_reap, args=(child,), daemon=True).start()
+    while not lock.holder(paths) and not run_dir.ended(paths) and child.poll() is None:
+        time.sleep(0.02)
+
+
+def _reap(child: subprocess.Popen[bytes]) -> None:
+    """Wait for a supervisor, which may outlive this process."""
+    child.wait()
+    if child.stdin:
+        _bound.remove(child.stdin)
+        child.stdin.close()
 
 
 def _begin(spec: JobSpec, runs: Path) -> tuple[Engine, JobPaths, Callable[[], str]]:
@@ -130,6 +140,8 @@ def _placement(
     """
     runs, job_id = paths.root.parent, paths.root.name
     for candidate in cluster.found(runs):
+        if candidate.private and candidate.name != on:
+            continue
         placement = candidate.placement(own, job_id)
         reasons = candidate.differences(spec, plan(spec, inventory, placement, job_id, 0))
         if not reasons and on in ("", candidate.name):

@@ -14,6 +14,11 @@ HURRY, HURRY_PER_NODE, MOST = 10.0, 0.5, 60.0
 AGAIN = 1.0  # seconds until it is interrupted again, if it waits for its own threads then
 
 
+def interruptible() -> None:
+    """Let SIGTERM end what prepares a job as Ctrl-C does, with all that it has started."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+
 def count(spec: JobSpec) -> Any:
     """Count Ctrl-C and SIGTERM as requests to stop, and ignore SIGHUP; return a function that returns the count.
 

@@ -8,6 +8,7 @@ and in the place of each tensor null; the bytes of all tensors are in `values/ra
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib
 import json
@@ -17,6 +18,10 @@ import traceback
 from typing import Any
 
 MAX_BYTES = 1 << 30  # of all tensors that a rank returns
+DTYPES = (
+    *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "bfloat16"),
+    *("float16", "float32", "float64", "complex64", "complex128", "float8_e4m3fn", "float8_e5m2"),
+)
 HINT = "return less, or save a file in $JOB_DIR and return its path"
 
 
@@ -27,33 +32,36 @@ def main() -> None:
         call = json.load(file)
     sys.path[0:1] = [os.path.abspath(folder) for folder in call["folders"]] or [os.getcwd()]
     sys.argv[:] = [sys.argv[1]]
+    values, name = f"{here}/values", f"rank-{os.environ['RANK']}"
+    with contextlib.suppress(FileNotFoundError):  # of an earlier generation
+        os.remove(f"{values}/{name}.json")
     try:
         function: Any = importlib.import_module(call["module"])
-        for name in call["function"].split("."):
-            function = getattr(function, name)
+        for part in call["function"].split("."):
+            function = getattr(function, part)
         value = function(*call["args"], **call["kwargs"])
     except Exception as error:
         mine = error.__traceback__
         traceback.print_exception(type(error), error, mine.tb_next if mine else None)
         sys.exit(1)
-    write(value, f"{here}/values", f"rank-{os.environ['RANK']}", call["function"])
-
-
-def write(value: Any, folder: str, name: str, function: str) -> None:
-    """Write a value to `folder/name.json` and `folder/name.bin`; exits with a message if that is not possible."""
-    tensors: list[tuple[list[Any], Any]] = []
     try:
-        plain = _plain(value, [], tensors)
-        size = sum(tensor.numel() * tensor.element_size() for _, tensor in tensors)
-        if size > MAX_BYTES:
-            raise TypeError(f"{size} bytes of tensors, more than {MAX_BYTES}: {HINT}")
+        write(value, values, name)
     except TypeError as error:
-        sys.exit(f"error: {function}() returned {error}")
+        sys.exit(f"TypeError: {error}")
+
+
+def write(value: Any, folder: str, name: str) -> None:
+    """Write a value to `folder/name.json` and `folder/name.bin`; raises TypeError if that is not possible."""
+    tensors: list[tuple[list[Any], Any]] = []
+    plain = _plain(value, [], tensors)
+    size = sum(tensor.numel() * tensor.element_size() for _, tensor in tensors)
+    if size > MAX_BYTES:
+        raise TypeError(f"cannot return {size} bytes of tensors, more than {MAX_BYTES}: {HINT}")
     os.makedirs(folder, exist_ok=True)
     head, offset = [], 0
     with open(f"{folder}/.{name}.bin", "wb") as file:
         for place, tensor in tensors:
-            data = tensor.detach().cpu().contiguous()
+            data = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
             length = data.numel() * data.element_size()
             file.write((ctypes.c_char * length).from_address(data.data_ptr()) if length else b"")
             head.append([place, str(data.dtype).partition(".")[2], list(data.shape), offset])
@@ -72,13 +80,17 @@ def _plain(value: Any, place: list[Any], tensors: list[tuple[list[Any], Any]]) -
         return [_plain(each, [*place, index], tensors) for index, each in enumerate(value)]
     if isinstance(value, dict):
         if wrong := [key for key in value if not isinstance(key, str)]:
-            raise TypeError(f"a dict with the key {wrong[0]!r}: keys must be strings")
+            raise TypeError(f"cannot return a dict with the key {wrong[0]!r}: keys must be strings")
         return {key: _plain(each, [*place, key], tensors) for key, each in value.items()}
     torch: Any = sys.modules.get("torch")
-    if torch and isinstance(value, torch.Tensor) and value.layout is torch.strided:
+    if torch and isinstance(value, torch.Tensor):
+        if value.layout is not torch.strided or str(value.dtype).partition(".")[2] not in DTYPES:
+            raise TypeError(f"cannot return a tensor with the layout {value.layout} and the type {value.dtype}")
         tensors.append((place, value))
         return None
-    raise TypeError(f"a value of type {type(value).__name__}: only JSON types and dense tensors can be returned")
+    if type(value).__module__ == "numpy" and getattr(value, "ndim", 1) == 0:
+        return _plain(value.item(), place, tensors)
+    raise TypeError(f"cannot return a value of type {type(value).__name__}: only JSON types and dense tensors")
 
 
 if __name__ == "__main__":

@@ -141,6 +141,11 @@ class JobPaths:
         return self.root / NODES
 
     @property
+    def private(self) -> Path:
+        """The file that marks a cluster which only the program uses that has started it."""
+        return self.root / "private"
+
+    @property
     def cluster(self) -> str:
         """The cluster whose nodes the job uses; empty if the job has its own."""
         try:

@@ -38,6 +38,19 @@ def waits():
 
 def odd():
     return {1, 2}
+
+class Counts:
+    def count(self):
+        return 1
+
+def second():
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        if rank():
+            raise ValueError
+        return "first"
+    if rank():
+        return "second"
+    raise SystemExit(0)
 """
 OPTIONS = dict(nodes=2, engine="process", gpus="none", max_restarts=0, quiet=True)
 
@@ -112,7 +125,7 @@ for call in (functions.fails, 1), (functions.odd,):
     assert "root cause: rank 1 on trainer-1 exited with code 1\n    Traceback (most recent call last):\n" in text
     assert 'functions.py", line 18, in fails' in text and "call.py" not in text
     assert "ValueError: the label is missing" in text
-    assert "error: odd() returned a value of type set: only JSON types and dense tensors can be returned" in text
+    assert "TypeError: cannot return a value of type set: only JSON types and dense tensors\n" in text
     assert text.endswith("failed")
 
 
@@ -131,7 +144,7 @@ print([event["event"] for event in job.events()][-1], job, orchestrate.Job(job.r
 @pytest.mark.parametrize(
     ("code", "error"),
     [
-        ("orchestrate.run(lambda: 1)", "<lambda> cannot be imported by other processes: it is defined in this program"),
+        ("orchestrate.run(lambda: 1)", "<lambda> cannot be imported by other processes: it is in this program"),
         ("orchestrate.run(functions.values, factor=object())", "the arguments of values() cannot be passed"),
         ("orchestrate.run(functions.fails, **O)", "fails(): missing a required argument: 'on'"),
         ("orchestrate.run(functions.fails, on=1, of=2)", "fails(): got an unexpected keyword argument 'of'"),
@@ -139,6 +152,11 @@ print([event["event"] for event in job.events()][-1], job, orchestrate.Job(job.r
         ("orchestrate.run('program.py', lr=1)", "unknown key 'lr'"),
         ("orchestrate.run('program.py', stdin=True, engine='process')", "stdin is not supported for jobs from Python"),
         ("orchestrate.Job('runs/none')", "none has no record"),
+        ("orchestrate.run(print)", "it is not in a module"),
+        ("orchestrate.run(functions.Counts().count, **O)", "it is not in a module"),
+        ("orchestrate.run(__import__('functools').partial(functions.values), **O)", "it is not in a module"),
+        ("orchestrate.run(None)", "None cannot be run"),
+        ("orchestrate.run(functions.values, command='x.py')", "command is for scripts"),
         ("functions.name = lambda name: name; orchestrate.run(functions.name, name='x')", "name is a setting of a job"),
     ],
 )
@@ -167,6 +185,27 @@ with orchestrate.cluster(**O) as cluster:
     assert out[:2] == ["0", "1"]
     assert out[2].endswith("cannot run this job: it has 1 trainer, the job needs 2"), out
     assert not [*program.folder.glob("runs/cluster-*")]
+
+
+def test_a_cluster_must_be_its_programs_own_and_end_with_its_job_whatever_happens(program):
+    out, _ = program("""
+del O["quiet"]
+try:
+    with orchestrate.cluster(grace="1s", **O) as cluster:
+        job = cluster.submit(functions.waits)
+        other = orchestrate.run(functions.values, quiet=True, **O)
+        print(other.report["outcome"], job.outcome)
+        raise KeyError("mine")
+except KeyError as error:
+    print(error, job.outcome)
+""")
+    assert out == ["succeeded None", "'mine' stopped"]
+    assert not [*program.folder.glob("runs/cluster-*")]
+
+
+def test_values_must_be_those_of_the_last_generation(program):
+    out, _ = program('print(orchestrate.run(functions.second, **O | {"max_restarts": 1}).values)')
+    assert out == ["[None, 'second']"]
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])

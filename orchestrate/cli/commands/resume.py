@@ -36,6 +36,7 @@ def run(args: argparse.Namespace) -> int:
 
     Its code folder is copied again, except for files that workers wrote.
     """
+    signals.interruptible()
     paths = find.paths_of(args)
     display.style_of(args, resume.check(paths))  # its options may be wrong
     job = resume.resume(paths)

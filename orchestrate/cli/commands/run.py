@@ -56,6 +56,7 @@ def show_plan(args: argparse.Namespace) -> int:
 def _start(args: argparse.Namespace) -> int:
     """Prepare, plan and launch a job, and return the exit code."""
     began = args.clock.monotonic()
+    signals.interruptible()
     spec = request.spec_of(args)
     stdin = _read_stdin() if spec.stdin else None
     job = prepare.prepare(spec, args.runs)

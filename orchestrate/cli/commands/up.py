@@ -6,7 +6,7 @@ import argparse
 
 from orchestrate import errors
 from orchestrate.api import cluster
-from orchestrate.cli import options, request
+from orchestrate.cli import options, request, signals
 from orchestrate.cli.parser import Parser
 from orchestrate.console import out, print_message
 from orchestrate.engines import choice
@@ -23,6 +23,7 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Start a cluster, and return once its nodes have imported what jobs need."""
+    signals.interruptible()
     spec, runs = request.spec_of(args), args.runs
     created, warm = cluster.start(choice.select_engine(spec), spec, runs, IMPORT_TIMEOUT)
     if not warm:

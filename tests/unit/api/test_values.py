@@ -91,5 +91,5 @@ def test_only_files_must_be_read(folder, name, kind, tmp_path):
 def test_a_value_that_is_too_large_must_be_refused(folder):
     with (written(folder, "").path / "values" / "rank-0.json").open("wb") as file:
         file.truncate(1 << 40)
-    with pytest.raises(OrchestrateError, match="it has more than 64 MiB"):
+    with pytest.raises(OrchestrateError, match="it has more than 8 MiB"):
         values(folder, 1)
