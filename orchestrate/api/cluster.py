@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from orchestrate.console import phase, print_message
@@ -230,17 +231,28 @@ class InUse(UsageError):
     """A cluster that another process uses, or has just removed."""
 
 
+@contextlib.contextmanager
+def locked(paths: JobPaths) -> Iterator[None]:
+    """Lock a cluster during a `with` block; raises InUse."""
+    with contextlib.ExitStack() as held:
+        try:
+            held.enter_context(lock.held(paths))
+        except (BlockingIOError, FileNotFoundError):
+            raise InUse(f"{paths.root.name} is in use by another process", "python -m orchestrate ps") from None
+        yield
+
+
 def take_down(engine: Engine, cluster: Cluster, grace: float) -> None:
     """Remove a cluster's nodes and files; job files are kept.
 
     Raises InUse if it is, OrchestrateError if a job has replaced its folder by something else, or if a folder cannot be
     moved.
     """
-    with contextlib.ExitStack() as held:
-        try:
-            held.enter_context(lock.held(cluster.paths))
-        except (BlockingIOError, FileNotFoundError):
-            raise InUse(f"{cluster.name} is in use by another process", "python -m orchestrate ps") from None
+    with locked(cluster.paths):
+        for job in cluster.jobs():
+            if lock.holder(job):  # it is about to take the cluster
+                name = job.root.name
+                raise InUse(f"{cluster.name} is in use by {name}", f"python -m orchestrate stop {name}")
         _remove(engine, cluster, grace)
 
 

@@ -45,8 +45,7 @@ def resume(paths: JobPaths) -> Prepared:
         with lock.held(paths):
             check(paths)  # again: another process may have resumed the job meanwhile
             record = launch.recorder(paths, hide=spec.mask())
-            ended = History(record.events).ended
-            number = ended[-1].generation + 1 if ended else 0
+            number = History(record.events).next
             wanted = plan(spec, inventory, placement, name, port(placement.network, number), number)
             records.reopen(paths.root, secrets.token_bytes(32))
             run_dir.keep(paths, wanted, spec)

@@ -16,6 +16,7 @@ class History:
         self.before = 0  # how many of them belong to the time before the job was resumed
         self.since = 0.0  # seconds at which the job was resumed
         self.running = -1  # the running generation; -1 if there is none
+        self.next = 0  # number of the next one
         self.exits: list[events.WorkerEnded] = []  # ends of its workers
         self.stopping = ""  # why its workers were asked to stop
         self.states: dict[int, str] = {}  # if it hung, the states of its workers, as letters of proc(5)
@@ -38,8 +39,10 @@ class History:
         match event:
             case events.JobResumed():
                 self.before, self.since, self.outcome = len(self.ended), event.seconds, None
+                self.running, self.exits, self.stopping, self.states = -1, [], "", {}
             case events.GenerationStarting():
                 self.running, self.exits, self.stopping, self.states = event.generation, [], "", {}
+                self.next = event.generation + 1
             case events.NodesUp():
                 self.hosts = event.hosts
             case events.WorkerEnded():
@@ -49,7 +52,7 @@ class History:
             case events.HangFound():
                 self.states = event.states
             case events.GenerationEnded():
-                self.running = -1
+                self.running, self.next = -1, max(self.next, event.generation + 1)
                 self.ended.append(event)
             case events.OutcomeDecided():
                 self.outcome = JobResult(event.outcome, event.reason)

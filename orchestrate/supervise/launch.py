@@ -8,6 +8,7 @@ import logging
 import os
 import platform
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from orchestrate.supervise.supervisor import Supervisor
 from orchestrate.supervise.tensorboard import Board
 
 log = logging.getLogger(__name__)
+LOCK_ATTEMPTS = 10  # to lock a cluster, 0.1 s apart
 RESERVE = 1 << 17  # bytes of the disk for the last events and the report, in case the job fills it
 
 
@@ -71,7 +73,7 @@ def supervise(
                 observer.planned(plan)
 
             emit = recorder(paths, show_event, hide=hide)
-            _check_end(paths, emit)
+            removed = _check_end(paths, plan, emit)
             stack.enter_context(_reserve(paths))
             emit(SupervisorStarted(plan.job_id, prepared=round(prepared, 3)))
             job = JobContext(
@@ -86,7 +88,7 @@ def supervise(
                 usage=SharedUsage(paths, observer),
             )
             supervisor = Supervisor(job, save_plan)
-            result, failure = _result(supervisor)
+            result, failure = (JobResult(Outcome.FAILED, str(removed)), removed) if removed else _result(supervisor)
         data = _end(supervisor, result, hide)
         _finish(job, data, observer.message)
         for text in observer.problems():
@@ -97,12 +99,17 @@ def supervise(
     return data
 
 
-def _check_end(paths: JobPaths, emit: Recorder) -> None:
-    """Raise UsageError for a job that has ended, as its record says, and whose outcome is not among its events."""
-    ended = not paths.cluster and not records.need(paths.root).key  # on a cluster, jobs have no key
+def _check_end(paths: JobPaths, plan: Plan, emit: Recorder) -> OrchestrateError | None:
+    """Return why a job cannot start that was moved out of its cluster before it did; None for all others.
+
+    Raises UsageError for a job that has ended, as its record says, and whose outcome is not among its events.
+    """
+    ended, name = not paths.cluster and not records.need(paths.root).key, paths.root.name  # on a cluster, it has no key
+    if ended and plan.placement.cluster and not emit.events:
+        return OrchestrateError("its cluster was removed before it started", f"python -m orchestrate resume {name}")
     if ended and not History(emit.events).outcome:
-        name = paths.root.name
         raise UsageError(f"{name} has ended, and how was not recorded", f"its files stay in {paths.root}; run it again")
+    return None
 
 
 @contextlib.contextmanager
@@ -190,11 +197,23 @@ def _take_cluster(paths: JobPaths, stack: contextlib.ExitStack) -> Path | None:
     cluster = JobPaths(paths.root.parent / paths.cluster)
     records.need(cluster.root)
     try:
-        stack.enter_context(lock.held(cluster))
+        _hold(cluster, stack)
     except BlockingIOError:
         hint = f"python -m orchestrate attach {paths.root.name}, once that job has ended"
         raise UsageError(f"{paths.cluster} is in use by another job", hint) from None
     return cluster.nodes
+
+
+def _hold(cluster: JobPaths, stack: contextlib.ExitStack) -> None:
+    """Lock a cluster until `stack` exits: another command may hold the lock for a moment, to look what uses it."""
+    for left in reversed(range(LOCK_ATTEMPTS)):
+        try:
+            stack.enter_context(lock.held(cluster))
+            return
+        except BlockingIOError:
+            if not left:
+                raise
+        time.sleep(0.1)
 
 
 def recorder(paths: JobPaths, show_event: Callable[[Event], None] = lambda _: None, *, hide: Mask) -> Recorder:

@@ -13,6 +13,9 @@ from orchestrate.cli.parser import Parser
 from orchestrate.console import print_message
 from orchestrate.engines import choice
 from orchestrate.errors import UsageError
+from orchestrate.host import records
+from orchestrate.record import run_dir
+from orchestrate.record.paths import JobPaths
 
 if TYPE_CHECKING:
     from orchestrate.engines.base import Engine
@@ -31,6 +34,9 @@ def run(args: argparse.Namespace) -> int:
     clusters = cluster.found(args.runs)
     exact = [each for each in clusters if each.name == args.cluster]
     matches = exact or [each for each in clusters if each.name.startswith(args.cluster)]
+    there = JobPaths(args.runs / args.cluster)
+    if not matches and there.nodes.is_dir() and not there.plan.exists() and records.find(there.root):
+        return _remove_partial(args, there)
     if not matches and (lost := _lost_nodes(args.cluster)):
         return _remove_lost(args, lost)
     if len(matches) != 1:
@@ -47,6 +53,16 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"{name} is in use by {user}", f"python -m orchestrate {f'stop {job}' if job else 'ps'}")
     cluster.take_down(engine, chosen, grace=30)
     print_message(f"{name} removed")
+    return errors.SUCCEEDED
+
+
+def _remove_partial(args: argparse.Namespace, paths: JobPaths) -> int:
+    """Remove what `up` has created before it was killed: there were no nodes yet."""
+    if args.dry_run:
+        return removal.show([], f"folder {paths.root}")
+    with cluster.locked(paths):
+        run_dir.remove(paths)
+    print_message(f"{args.cluster} removed")
     return errors.SUCCEEDED
 
 

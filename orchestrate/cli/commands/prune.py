@@ -20,7 +20,7 @@ from orchestrate.console import out, print_message
 from orchestrate.files import folder as folders
 from orchestrate.host import owners, records
 from orchestrate.plan.plan import pluralize
-from orchestrate.record import run_dir
+from orchestrate.record import lock, run_dir
 from orchestrate.record.paths import JobPaths
 from orchestrate.spec.folders import data_folders
 from orchestrate.spec.sizes import format_bytes
@@ -50,26 +50,38 @@ def run(args: argparse.Namespace) -> int:
     """Remove run directories of jobs that ended long ago, and with `--caches` the caches; print what is removed."""
     count = size = 0
     for folder, remove in [*_jobs(args), *(_caches() if args.caches else ())]:
-        count, size = count + 1, size + _size(folder)
-        out(folder)
-        if not args.dry_run:
-            remove()
+        bytes_of = _size(folder)
+        if args.dry_run or remove():
+            count, size = count + 1, size + bytes_of
+            out(folder)
     verb = "would be removed" if args.dry_run else "removed"
     print_message(f"{pluralize(count, 'folder')} {verb}: {format_bytes(size)}")
     return errors.SUCCEEDED
 
 
-def _jobs(args: argparse.Namespace) -> Iterator[tuple[Path, Callable[[], None]]]:
+def _jobs(args: argparse.Namespace) -> Iterator[tuple[Path, Callable[[], bool]]]:
     """Yield this account's jobs that ended before the time and left no nodes."""
     before = time.time() - args.older_than
     for folder in job_folders(args.runs):
         paths = JobPaths(folder)
         data = run_dir.ended(paths) if records.find(folder) else None
         if data and not data["left_behind"] and ended_at(paths) <= before:
-            yield folder, partial(run_dir.remove, paths)
+            yield folder, partial(_remove, paths)
 
 
-def _caches() -> Iterator[tuple[Path, Callable[[], None]]]:
+def _remove(paths: JobPaths) -> bool:
+    """Remove a job; return False if it has been resumed meanwhile."""
+    try:
+        with lock.held(paths):
+            if run_dir.ended(paths):
+                run_dir.remove(paths)
+                return True
+    except BlockingIOError:
+        pass
+    return False
+
+
+def _caches() -> Iterator[tuple[Path, Callable[[], bool]]]:
     """Yield what is cached, except what a job of this account uses that has not ended."""
     using = _used()
     for kind in CACHES:
@@ -81,9 +93,10 @@ def _caches() -> Iterator[tuple[Path, Callable[[], None]]]:
                 yield cached, partial(_discard, cached)
 
 
-def _discard(cached: Path) -> None:
+def _discard(cached: Path) -> bool:
     folders.remove(cached)
     cached.with_name(f"{cached.name}.lock").unlink(missing_ok=True)
+    return True
 
 
 def _used() -> dict[Path, str]:

@@ -38,6 +38,17 @@ def test_no_other_process_must_use_a_cluster_before_its_nodes_are_up(tmp_path):
     assert [*seen, taken_by_another(one.paths)] == [False, False, True]
 
 
+def test_a_cluster_must_not_be_removed_while_a_job_on_it_starts(tmp_path):
+    one = Cluster(create(JobPaths(tmp_path / "c-1"), cluster="c-1"), SPEC, plan(SPEC, HERE, "c-1", 0))
+    create(JobPaths(tmp_path / "a-1"), cluster="c-1")
+    engine = Whole()
+    with supervised(tmp_path / "a-1"), pytest.raises(InUse, match="c-1 is in use by a-1"):
+        take_down(engine, one, 7.0)
+    assert not engine.calls
+    take_down(engine, one, 7.0)
+    assert engine.calls == ["remove c-1"]
+
+
 def test_a_job_must_take_a_cluster_only_if_no_other_process_has_and_its_nodes_are_there(tmp_path):
     one = Cluster(create(JobPaths(tmp_path / "c-1"), cluster="c-1"), SPEC, plan(SPEC, HERE, "c-1", 0))
     with supervised(one.paths.root), contextlib.ExitStack() as held:

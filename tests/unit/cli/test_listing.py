@@ -123,6 +123,12 @@ def test_prune_must_remove_only_jobs_that_ended_before_and_left_nothing(do, jobs
     assert {path.name for path in jobs.iterdir() if path.is_dir()} >= {"dirty-1", "running-1", "cloned-1"}
 
 
+def test_prune_must_keep_a_job_that_is_resumed_meanwhile(do, jobs):
+    with supervised(jobs / "old-1"):
+        assert do("prune") == (0, [], ["0 folders removed: 0 KiB"])
+    assert (jobs / "old-1").exists()
+
+
 def test_prune_must_remove_caches_only_on_request(do, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     caches = [private.cache(kind) for kind in ("data", "environments", "sources")]

@@ -79,3 +79,11 @@ def test_the_state_of_a_resumed_job_must_know_what_came_before():
     history = History([*past, events.JobResumed()])
     assert (history.outcome, history.recent, len(history.ended)) == (None, [], 1)
     assert isinstance(History([*past, events.JobResumed(), ended]).recent[0], GenerationResult)
+
+
+def test_a_resumed_job_must_not_continue_a_generation_whose_end_was_not_recorded():
+    """Its supervisor was killed, and `stop` has removed its nodes."""
+    starting = events.GenerationStarting(generation=4, nodes=("master",), world_size=1, master_port=1)
+    lost = [starting, events.WorkersStopping("stopped by the user", kill=False), events.JobEnded(Outcome.STOPPED, "")]
+    history = History([*lost, events.JobResumed()])
+    assert (history.running, history.stopping, history.exits, history.next) == (-1, "", [], 5)

@@ -14,7 +14,8 @@ from support.optional import not_none
 from support.plans import HERE, plan
 from support.scripted import ALL_WELL, KILLED
 
-from orchestrate.errors import EngineError, UsageError
+from orchestrate.api.cluster import Cluster, take_down
+from orchestrate.errors import EngineError, OrchestrateError, UsageError
 from orchestrate.host import records
 from orchestrate.patience import Abandoned
 from orchestrate.record import lock, run_dir
@@ -134,6 +135,17 @@ def test_a_job_whose_end_was_not_recorded_must_not_be_taken_over(paths):
     with pytest.raises(UsageError, match="a-1 has ended, and how was not recorded"):
         supervise(paths, engine := Whole([ALL_WELL]))
     assert not engine.calls and not paths.report.exists()
+
+
+def test_a_job_whose_cluster_was_removed_before_it_started_must_have_failed(paths):
+    create(cluster := JobPaths(paths.root.parent / "c-1"), cluster="c-1")
+    job = create(JobPaths(paths.root.parent / "b-1"), cluster="c-1")
+    take_down(engine := Whole([ALL_WELL]), Cluster(cluster, *run_dir.load(cluster)), 0)
+    with pytest.raises(OrchestrateError, match="its cluster was removed before it started"):
+        supervise(job, engine)
+    assert engine.calls == ["remove c-1"]
+    data = not_none(run_dir.ended(job))
+    assert (data["outcome"], data["reason"]) == ("failed", "its cluster was removed before it started")
 
 
 def test_a_failure_to_write_the_report_must_not_hide_the_outcome(paths):
