@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import math
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -29,7 +30,7 @@ def split(function: Callable[..., Any], options: Mapping[str, Any]) -> tuple[dic
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
         raise UsageError(f"{function!r} cannot be called on ranks: it is no function in Python", MODULES) from None
-    if own := {"command", "hyperparameters"} & {*options} - {*parameters}:
+    if own := {"command", "hyperparameters", "source"} & {*options} - {*parameters}:
         raise UsageError(f"{min(own)} is for scripts, not for functions", "remove it")
     if both := [name for name in options if name in SETTINGS and name in parameters]:
         what = f"{both[0]} is a setting of a job, and a parameter of {function.__name__}()"
@@ -39,7 +40,7 @@ def split(function: Callable[..., Any], options: Mapping[str, Any]) -> tuple[dic
 
 
 def command(function: Callable[..., Any], start: Path) -> tuple[str, str]:
-    """Return the command that calls a function, for workers that start in a copy of the folder `start`."""
+    """Return the command that calls a function, for workers that start in the folder `start` of the current one."""
     return CALLED, f"{_shown(_file(function), start)}:{function.__qualname__}"
 
 
@@ -59,7 +60,7 @@ def files(
         raise UsageError(f"the arguments of {name}() cannot be passed to other processes: {error}", hint) from None
     module = function.__module__
     top = file.parents[module.count(".") + (file.name == "__init__.py")]
-    folders = [_shown(top, start)] if top.is_relative_to(start) else []
+    folders = [_shown(top, start)] if top.is_relative_to(Path.cwd().resolve()) else []
     if not folders and "site-packages" not in file.parts:
         raise UsageError(f"{name}() is in {file}, which nodes do not see", f"start from its folder: cd {top}")
     call = {"module": module, "function": name, "folders": folders, "args": given[0], "kwargs": given[1]}
@@ -79,7 +80,7 @@ def _file(function: Callable[..., Any]) -> Path:
 
 
 def _shown(path: Path, start: Path) -> str:
-    return str(path.relative_to(start)) if path.is_relative_to(start) else path.name
+    return os.path.relpath(path, start) if path.is_relative_to(Path.cwd().resolve()) else path.name
 
 
 def values(folder: Folder, world_size: int) -> list[Any]:

@@ -102,8 +102,13 @@ def start_supervisor(paths: JobPaths, bound: bool = False) -> None:
     if child.stdin:
         _bound.append(child.stdin)
     threading.Thread(target=_reap, args=(child,), daemon=True).start()
-    while not lock.holder(paths) and not run_dir.ended(paths) and child.poll() is None:
-        time.sleep(0.02)
+    try:
+        while not lock.holder(paths) and not run_dir.ended(paths) and child.poll() is None:
+            time.sleep(0.02)
+    except BaseException:  # Ctrl-C
+        if child.stdin:
+            child.stdin.close()
+        raise
 
 
 def _reap(child: subprocess.Popen[bytes]) -> None:

@@ -88,10 +88,11 @@ def program(cli):
 
 
 def test_a_function_must_run_on_every_rank_and_return_its_values(program):
+    (program.folder / "sub").mkdir()
     out, err = program("""
 result = orchestrate.run(functions.values, 3, "x", key=[1], name="mine", **O)
 print(json.dumps([*result.values]), result.run_dir.name.startswith("mine-"), result)
-result = orchestrate.run(functions.values, **O | {"quiet": False})
+result = orchestrate.run(functions.values, chdir="sub", **O | {"quiet": False})
 """)
     values = [
         {"rank": rank, "list": [3, 0.5, None, True, "ü"], "rest": ["x"], "more": {"key": [1]}} for rank in range(2)
