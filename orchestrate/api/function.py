@@ -13,9 +13,10 @@ from typing import Any
 
 from orchestrate.errors import OrchestrateError, ResourceError, UsageError
 from orchestrate.files.folder import Folder
-from orchestrate.files.paths import CALL, CALLED, NODE
+from orchestrate.files.paths import NODE
 from orchestrate.node import checks
 from orchestrate.node.call import DTYPES
+from orchestrate.plan.imports import CALL, CALLED
 from orchestrate.spec.spec import FIELDS
 
 SETTINGS = {*FIELDS, "nodes"}

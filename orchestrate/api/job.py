@@ -24,8 +24,8 @@ from orchestrate.api import stop as stopped
 from orchestrate.dataclass import dataclass
 from orchestrate.engines import choice
 from orchestrate.errors import OrchestrateError, UsageError
-from orchestrate.files.paths import CALLED
 from orchestrate.host import owners, records
+from orchestrate.plan.imports import CALLED
 from orchestrate.record import events, lock, logs, report, run_dir
 from orchestrate.record.outcomes import Outcome
 from orchestrate.record.paths import JobPaths

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from orchestrate.console import quoted
 from orchestrate.errors import UsageError
-from orchestrate.files.paths import CALLED
 from orchestrate.node.command import of_python
+from orchestrate.plan.imports import CALLED
 from orchestrate.spec import command
 from orchestrate.spec.spec import JobSpec
 

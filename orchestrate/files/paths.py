@@ -36,8 +36,6 @@ NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,60}")  # of a job or cluster, as created
 JOB, NODES = "job", "nodes"  # folders that are mounted in nodes: of a job, and of a cluster
 LOGS, CHECKPOINTS, METRICS = "logs", "checkpoints", "metrics.jsonl"  # in a job folder
 STDIN = "stdin"  # in a job folder: what rank 0 reads
-CALL = "call.py"  # in a job folder: calls a Python function, if the job is one
-CALLED = f"$JOB_DIR/{CALL}"  # as the script of a command
 PAGE = "report.html"
 WORK = "work"  # in a job folder: the workers' copy of the code folder, with the files that they write
 

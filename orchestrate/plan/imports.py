@@ -9,9 +9,10 @@ import ast
 import os
 import re
 
-from orchestrate.files.paths import CALLED
 from orchestrate.node.trees import opened
 
+CALL = "call.py"  # in a job folder: calls a Python function, if the job is one
+CALLED = f"$JOB_DIR/{CALL}"  # as the script of a command
 NEEDS_DYNAMO = re.compile(
     r"\boptim\b|DistributedDataParallel|\bDDP\b|FullyShardedDataParallel|\bfully_shard\b|torch\.compile"
 )
