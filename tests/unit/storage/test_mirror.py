@@ -4,12 +4,15 @@ import hashlib
 import itertools
 import mmap
 import os
+import tempfile
 import time
 import tracemalloc
+from pathlib import Path
 
 import pytest
-from support.object_stores import BIG, MIB, Trigger, fetched, run_mirror, undeletable
+from support.object_stores import BIG, MIB, Saved, Trigger, fetched, run_mirror, undeletable
 from support.optional import not_none
+from support.repo import ROOT
 from support.waiting import eventually
 
 from orchestrate.errors import StorageConflict, StorageError
@@ -74,13 +77,20 @@ def test_a_file_must_be_copied_only_once_it_has_settled(tmp_path, saved, elsewhe
     assert fetched(store, elsewhere) == {"state.pt": b"complete"}
 
 
+@pytest.fixture
+def on_disk():
+    """A job folder on a disk: the temporary one may be in memory, where a file system does not see such writes."""
+    with tempfile.TemporaryDirectory(dir=ROOT) as folder:
+        yield Saved(Path(folder) / "here")
+
+
 @pytest.mark.parametrize("how", ["through memory", "with the same times"])
-def test_a_file_that_is_changed_again_must_be_copied_again(tmp_path, saved, elsewhere, how):
+def test_a_file_that_is_changed_again_must_be_copied_again(tmp_path, on_disk, elsewhere, how):
     store = open_store(f"file://{tmp_path}/store")
-    path = saved.write("state.pt", b"A" * 4096)
+    path = on_disk.write("state.pt", b"A" * 4096)
     with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
         memory[:2] = b"BB"
-        mirror = saved.mirror(store)
+        mirror = on_disk.mirror(store)
         assert not mirror.sync(never) and mirror.sync(never)
         times = path.stat().st_atime_ns, path.stat().st_mtime_ns
         # Two changes in one tick of the kernel's clock have the same time; the mirror waits longer before it copies.
