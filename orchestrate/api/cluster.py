@@ -32,6 +32,8 @@ FIXED_KEYS = (
     *("memory", "cpus", "shm_size", "network", "isolated", "host_access", "grace", *SWARMS),
 )
 
+IMPORT_TIMEOUT = 120.0  # seconds for the nodes of a cluster to import packages; torch takes 2 to 20
+
 
 def _shown(spec: JobSpec, key: str) -> object:
     return "not set" if (value := getattr(spec, key)) is None else value
@@ -179,8 +181,8 @@ def bring_up(
     return cluster, session
 
 
-def start(engine: Engine, spec: JobSpec, runs: Path, patience: float, private: bool = False) -> tuple[Cluster, bool]:
-    """Create a cluster as `bring_up`; also return whether its nodes have imported what jobs need in `patience` s."""
+def start(engine: Engine, spec: JobSpec, runs: Path, private: bool = False) -> tuple[Cluster, bool]:
+    """Create a cluster as `bring_up`; also return whether its nodes have imported what jobs need, in time."""
     stores.prepare(spec)
     phase(f"starting {pluralize(spec.trainers + 1 + spec.spares, 'node')}")
     with contextlib.ExitStack() as held:
@@ -191,7 +193,7 @@ def start(engine: Engine, spec: JobSpec, runs: Path, patience: float, private: b
     if packages:
         phase(f"importing {packages} in {pluralize(len(created.plan.nodes), 'node')}")
         try:
-            warm = session.wait_until_warm(created.plan.nodes, patience)
+            warm = session.wait_until_warm(created.plan.nodes, IMPORT_TIMEOUT)
         except BaseException:  # Ctrl-C
             take_down(engine, created, 0)
             raise

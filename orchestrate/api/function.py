@@ -15,13 +15,13 @@ from orchestrate.errors import OrchestrateError, ResourceError, UsageError
 from orchestrate.files.folder import Folder
 from orchestrate.files.paths import NODE
 from orchestrate.node import checks
-from orchestrate.node.call import DTYPES
+from orchestrate.node.call import DTYPES, MAX_BYTES
 from orchestrate.plan.imports import CALL, CALLED
 from orchestrate.spec.spec import FIELDS
 
 SETTINGS = {*FIELDS, "nodes"}
 MODULES = "define a function in a module, for example functions.py, and import it from there"
-MAX_VALUE, MAX_TENSORS = 8 << 20, 1 << 30  # bytes of a rank's value, and of the tensors in it
+MAX_VALUE = 8 << 20  # bytes of a rank's value, without tensors
 MAX_ITEMS, MOST_ITEMS = 200_000, 1_000_000  # values of a rank, and of all ranks
 
 
@@ -77,7 +77,7 @@ def _file(function: Callable[..., Any]) -> Path:
     if module is None or found is not function or not getattr(sys.modules[module], "__file__", None):
         why = "it is in this program's main module or notebook" if module == "__main__" else "it is not in a module"
         raise UsageError(f"{name} cannot be imported by other processes: {why}", MODULES)
-    return Path(getattr(sys.modules[module], "__file__", None) or "").resolve()
+    return Path(str(sys.modules[module].__file__)).resolve()
 
 
 def _shown(path: Path, start: Path) -> str:
@@ -119,7 +119,7 @@ def _with_tensors(value: Any, head: list[Any], folder: Folder, rank: int) -> Any
         raise ResourceError(f"rank {rank} returned tensors, and torch is missing here", hint) from None
 
     with folder.open(f"values/rank-{rank}.bin") as file:
-        data = bytearray(file.read(MAX_TENSORS + 1))
+        data = bytearray(file.read(MAX_BYTES + 1))
     for place, name, shape, offset in head:
         if name not in DTYPES or not all(type(length) is int and length >= 0 for length in (*shape, offset)):
             raise ValueError(f"{name!a:.40} of shape {shape!a:.40} is no tensor")

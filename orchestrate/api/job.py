@@ -38,7 +38,6 @@ Target = str | os.PathLike[str] | Callable[..., Any]
 _one_at_a_time = threading.RLock()  # the current folder is that of all threads
 INTERVAL = 0.1  # seconds between two looks at a running job
 KEEP = "10m"  # for which a cluster stays up without a job: its program may have been killed
-WARM_TIMEOUT = 120.0  # seconds for the nodes of a cluster to import packages; torch takes 2 to 20
 
 
 @dataclass(frozen=True)
@@ -115,8 +114,7 @@ class Job:
         until = time.monotonic() + timeout if timeout is not None else float("inf")
         while not (data := run_dir.ended(self._paths)):
             if not lock.holder(self._paths) and not run_dir.ended(self._paths):
-                hint = f"python -m orchestrate attach {self.id}"
-                raise OrchestrateError(f"{self.id} has no supervisor, so no result will be reported", hint)
+                run_dir.unsupervised(self._paths)
             if time.monotonic() > until:
                 raise TimeoutError(f"{self.id} is still running after {timeout:g} s")
             time.sleep(INTERVAL)
@@ -147,7 +145,7 @@ class Job:
         shown = Printer(plan, Style(ranks=None if rank is None else frozenset({rank}), prefixes=rank is None))
         reader, running = logs.rest(self._paths, spec, plan, None), True
         while running:
-            running = follow and self._runs()
+            running = follow and run_dir.runs(self._paths)
             for text in shown.texts(reader.blocks(end=not running)):
                 yield from text.split("\n")
             if running:
@@ -157,15 +155,12 @@ class Job:
         """Yield what happens, as in events.jsonl, until the job ends."""
         seen, running = 0, True
         while running:
-            running = self._runs()
+            running = run_dir.runs(self._paths)
             found = run_dir.history(self._paths)
             yield from map(events.to_line, found[seen:])
             seen = len(found)
             if running:
                 time.sleep(INTERVAL)
-
-    def _runs(self) -> bool:
-        return bool(lock.holder(self._paths)) and not run_dir.ended(self._paths)
 
     def _follow(self) -> None:
         """Show the job until it ends."""
@@ -186,7 +181,7 @@ class Cluster:
         with _place_kept():
             spec = request.spec_of(kept | settings)
             self._engine = choice.select_engine(spec)
-            self._made, _ = clusters.start(self._engine, spec, self._runs, WARM_TIMEOUT, private=True)
+            self._made, _ = clusters.start(self._engine, spec, self._runs, private=True)
 
     @property
     def name(self) -> str:

@@ -11,7 +11,7 @@ import re
 import secrets
 import stat
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from orchestrate.errors import OrchestrateError, UsageError
 from orchestrate.files import folder
@@ -195,6 +195,19 @@ def history(paths: JobPaths) -> list[Event]:
         return []
     except (OSError, ValueError) as error:
         raise UsageError(f"{paths.events} is damaged: {error}", f"python -m orchestrate rm {paths.root.name}") from None
+
+
+def runs(paths: JobPaths) -> bool:
+    """Whether a job has a supervisor, and has not ended."""
+    return bool(lock.holder(paths)) and not ended(paths)
+
+
+def unsupervised(paths: JobPaths) -> NoReturn:
+    """Raise OrchestrateError for a job without a supervisor, since no result will be reported."""
+    name = paths.root.name
+    raise OrchestrateError(
+        f"{name} has no supervisor, so no result will be reported", f"python -m orchestrate attach {name}"
+    )
 
 
 def ended(paths: JobPaths) -> dict[str, Any] | None:

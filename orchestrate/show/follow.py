@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from orchestrate.clock import SYSTEM, Clock
 from orchestrate.plan.plan import Plan
-from orchestrate.record import lock, run_dir
+from orchestrate.record import run_dir
 from orchestrate.record.logs import Follower
 from orchestrate.record.paths import JobPaths
 from orchestrate.show.feed import Feed, Recorded
@@ -30,7 +30,7 @@ def follow(
     feed, running = Feed(paths, spec, plan, display, follower), True
     record = Recorded(paths, feed, past)
     while running:
-        running = bool(lock.holder(paths)) and not run_dir.ended(paths)
+        running = run_dir.runs(paths)
         record.turn()
         if running:
             feed.turn()

@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
             if running:
                 console.progress(printer.bar({r: bar for f in followers for r, bar in f.bars().items()}), show)
     if args.follow and not run_dir.ended(paths):
-        waiting.unsupervised(paths)
+        run_dir.unsupervised(paths)
     elif all(follower.silent for follower in followers):
         print_message(f"no output of {f'rank {args.ranks}' if args.ranks else 'any rank'}")
     return errors.SUCCEEDED

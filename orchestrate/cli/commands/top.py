@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from orchestrate import console, errors
-from orchestrate.cli import find, options, waiting
+from orchestrate.cli import find, options
 from orchestrate.cli.parser import Parser
 from orchestrate.clock import Clock
 from orchestrate.errors import OrchestrateError, UsageError
@@ -59,7 +59,7 @@ def samples(paths: JobPaths, state: Top, clock: Clock) -> Iterator[int]:
     count, deadline, has_gpus = 0, clock.monotonic() + TIMEOUT, bool(state.plan.gpus)
     while not run_dir.ended(paths):
         if not lock.holder(paths) and not run_dir.ended(paths):
-            waiting.unsupervised(paths)
+            run_dir.unsupervised(paths)
         usage.ask(paths)
         written, found = usage.read(paths)
         if written > state.last[0] and found:

@@ -12,8 +12,6 @@ from orchestrate.console import out, print_message
 from orchestrate.engines import choice
 from orchestrate.plan.plan import pluralize
 
-IMPORT_TIMEOUT = 120.0  # seconds for the nodes of a cluster to import packages; torch takes 2 to 20
-
 
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of `up`."""
@@ -25,7 +23,7 @@ def run(args: argparse.Namespace) -> int:
     """Start a cluster, and return once its nodes have imported what jobs need."""
     signals.interruptible()
     spec, runs = request.spec_of(args), args.runs
-    created, warm = cluster.start(choice.select_engine(spec), spec, runs, IMPORT_TIMEOUT)
+    created, warm = cluster.start(choice.select_engine(spec), spec, runs)
     if not warm:
         packages = ", ".join(created.plan.placement.packages)
         print_message(f"the nodes are still importing {packages}; the first job waits for them")

@@ -21,6 +21,6 @@ def run(args: argparse.Namespace) -> int:
     with waiting.detaching(paths.root.name):
         while not (data := run_dir.ended(paths)):
             if not lock.holder(paths) and not run_dir.ended(paths):
-                waiting.unsupervised(paths)
+                run_dir.unsupervised(paths)
             args.clock.sleep(0.1)
     return result.exit_code(data)
