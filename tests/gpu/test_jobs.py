@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 from support.on_gpus import ALONE, NEARLY, SHARED, on_cuda
 from support.optional import not_none
+from support.repo import ROOT
 from support.waiting import eventually
 
 pytestmark = pytest.mark.gpu
@@ -107,6 +108,24 @@ def test_only_gpus_visible_to_the_caller_must_be_used(gpu_cli, gpu_engine, gpus)
     done = gpu_cli(*arguments, CUDA_VISIBLE_DEVICES=gpus[-1].id)
     assert done.returncode == 0, done.stderr
     assert [gpu.id for gpu in gpus if gpu.id in done.stdout] == [gpus[-1].id]
+
+
+SQUARES = "import torch\n\ndef squares():\n    return torch.arange(3, device='cuda') ** 2\n"
+PROGRAM = """
+import functions, orchestrate
+result = orchestrate.run(functions.squares, engine=%r, nodes=2, gpus=1, share_gpus=True, quiet=True)
+print(*((value.device.type, value.tolist()) for value in result.values))
+"""
+
+
+def test_a_function_must_return_tensors_on_a_gpu_as_tensors_on_the_cpu(gpu_cli, gpu_engine):
+    (gpu_cli.folder / "functions.py").write_text(SQUARES)
+    (gpu_cli.folder / "program.py").write_text(PROGRAM % gpu_engine)
+    env = gpu_cli.env | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "program.py"], cwd=gpu_cli.folder, env=env, text=True, capture_output=True, timeout=150
+    )
+    assert (done.returncode, done.stdout) == (0, "('cpu', [0, 1, 4]) ('cpu', [0, 1, 4])\n"), done.stderr
 
 
 HOLD = "import sys, torch\nheld = torch.empty(int(sys.argv[1]), dtype=torch.uint8, device=sys.argv[2])\n"
