@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from orchestrate.dataclass import dataclass
 from orchestrate.errors import OrchestrateError, ResourceError, UsageError
 from orchestrate.files.folder import Folder
 from orchestrate.files.paths import NODE
@@ -22,7 +23,16 @@ from orchestrate.spec.spec import FIELDS
 SETTINGS = {*FIELDS, "nodes"}
 MODULES = "define a function in a module, for example functions.py, and import it from there"
 MAX_VALUE = 8 << 20  # bytes of a rank's value, without tensors
+MOST_DIMENSIONS = 64  # as in torch's own iterators
 MAX_ITEMS, MOST_ITEMS = 200_000, 1_000_000  # values of a rank, and of all ranks
+
+
+@dataclass(frozen=True)
+class Program:
+    """A command, and what it needs in the job folder, by name."""
+
+    command: Sequence[str]
+    files: Mapping[str, bytes]
 
 
 def split(function: Callable[..., Any], options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -40,15 +50,11 @@ def split(function: Callable[..., Any], options: Mapping[str, Any]) -> tuple[dic
     return settings, {name: value for name, value in options.items() if name not in SETTINGS}
 
 
-def command(function: Callable[..., Any], start: Path) -> tuple[str, str]:
-    """Return the command that calls a function, for workers that start in the folder `start` of the current one."""
-    return CALLED, f"{_shown(_file(function), start)}:{function.__qualname__}"
+def program(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], start: Path) -> Program:
+    """Return what calls a function in workers that start in the folder `start` of the current one.
 
-
-def files(
-    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], start: Path
-) -> dict[str, bytes]:
-    """Return what the command needs in the job folder, by name; raises UsageError for a function or arguments."""
+    Raises UsageError for a function or arguments that cannot be passed to other processes.
+    """
     file, name = _file(function), function.__qualname__
     try:
         inspect.signature(function).bind(*args, **kwargs)
@@ -65,7 +71,8 @@ def files(
     if not folders and "site-packages" not in file.parts:
         raise UsageError(f"{name}() is in {file}, which nodes do not see", f"start from its folder: cd {top}")
     call = {"module": module, "function": name, "folders": folders, "args": given[0], "kwargs": given[1]}
-    return {CALL: (NODE / "call.py").read_bytes(), "call.json": json.dumps(call).encode()}
+    files = {CALL: (NODE / "call.py").read_bytes(), "call.json": json.dumps(call).encode()}
+    return Program((CALLED, f"{_shown(file, start)}:{name}"), files)
 
 
 def _file(function: Callable[..., Any]) -> Path:
@@ -121,7 +128,8 @@ def _with_tensors(value: Any, head: list[Any], folder: Folder, rank: int) -> Any
     with folder.open(f"values/rank-{rank}.bin") as file:
         data = bytearray(file.read(MAX_BYTES + 1))
     for place, name, shape, offset in head:
-        if name not in DTYPES or not all(type(length) is int and length >= 0 for length in (*shape, offset)):
+        known = name in DTYPES and len(shape) <= MOST_DIMENSIONS
+        if not known or not all(type(length) is int and 0 <= length < 1 << 62 for length in (*shape, offset)):
             raise ValueError(f"{name!a:.40} of shape {shape!a:.40} is no tensor")
         dtype, count = getattr(torch, name), math.prod(shape)
         if count * dtype.itemsize > len(data) - offset:

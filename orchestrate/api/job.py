@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from orchestrate import console
 from orchestrate.api import cluster as clusters
@@ -34,7 +34,7 @@ from orchestrate.show.format import Printer, Style
 from orchestrate.show.screen import Display, Screen
 from orchestrate.show.tracking import PlainScreen
 
-Target = str | os.PathLike[str] | Callable[..., Any]
+Target = str | os.PathLike[str] | Callable[..., Any] | function.Program
 _one_at_a_time = threading.RLock()  # the current folder is that of all threads
 INTERVAL = 0.1  # seconds between two looks at a running job
 KEEP = "10m"  # for which a cluster stays up without a job: its program may have been killed
@@ -257,23 +257,23 @@ def _result(job: Job, quiet: bool) -> Result:
 def _started(
     target: Target, args: Sequence[Any], runs: Path, on: str, options: Mapping[str, Any], bound: bool, tell: bool
 ) -> Job:
-    if not callable(target) and not isinstance(target, (str, os.PathLike)):
+    if not callable(target) and not isinstance(target, (str, os.PathLike, function.Program)):
         raise UsageError(f"{console.quoted(target)} cannot be run", "pass a script, or a function")
     folder, start = owners.check(runs), Path.cwd().resolve()
     with _place_kept():
-        files: dict[str, IO[bytes]] = {}
-        if callable(target):
+        if isinstance(target, function.Program):
+            program = target
+        elif callable(target):
             settings, kwargs = function.split(target, options)
-            start = start / str(settings.get("chdir", ""))
-            files = {name: io.BytesIO(text) for name, text in function.files(target, args, kwargs, start).items()}
-            named = {"name": target.__name__.strip("_")} | settings
-            spec = request.spec_of(named | {"command": function.command(target, start)})
+            program = function.program(target, args, kwargs, start / str(settings.get("chdir", "")))
+            options = {"name": target.__name__.strip("_")} | settings
         else:
-            spec = request.spec_of({**options, "command": [os.fspath(target), *map(str, args)]})
+            program = function.Program([os.fspath(target), *map(str, args)], {})
+        spec = request.spec_of({**options, "command": [*program.command]})
         if spec.stdin:
             raise UsageError("stdin is not supported for jobs from Python", "write a file, and pass its path")
         prepared = prepare.prepare(spec, folder, on)
-        prepared.create(files)
+        prepared.create({name: io.BytesIO(text) for name, text in program.files.items()})
     if tell:
         console.print_message(prepared.plan)
     prepare.start_supervisor(prepared.paths, bound)

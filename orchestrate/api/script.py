@@ -11,7 +11,7 @@ from pathlib import Path
 from orchestrate.console import quoted
 from orchestrate.errors import UsageError
 from orchestrate.node.command import of_python
-from orchestrate.plan.imports import CALLED
+from orchestrate.plan.imports import COPIED
 from orchestrate.spec import command
 from orchestrate.spec.spec import JobSpec
 
@@ -35,7 +35,7 @@ def check_script(spec: JobSpec) -> JobSpec:
             f"{launcher} starts workers of its own, which know nothing of the other nodes",
             "leave it out: python -m orchestrate run SCRIPT.py ARGS",
         )
-    if script == CALLED:  # it will be in the job folder
+    if script in COPIED:  # it will be in the job folder
         return spec
     if script.startswith("-"):
         _check_module(script, words, here)

@@ -13,6 +13,7 @@ from orchestrate.node.trees import opened
 
 CALL = "call.py"  # in a job folder: calls a Python function, if the job is one
 CALLED = f"$JOB_DIR/{CALL}"  # as the script of a command
+COPIED = (CALLED, "$JOB_DIR/rank.py")  # scripts of ours that are in the job folder; the second runs tests
 NEEDS_DYNAMO = re.compile(
     r"\boptim\b|DistributedDataParallel|\bDDP\b|FullyShardedDataParallel|\bfully_shard\b|torch\.compile"
 )

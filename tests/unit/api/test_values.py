@@ -57,6 +57,7 @@ def test_tensors_must_be_put_in_their_places(folder):
         tensors(None, [[], "float32", [1], -4]),
         tensors(None, [[], "float32", [1], 1 << 70]),
         tensors(None, [[], "float32", [0, 1 << 62, 1 << 62], 0]),
+        tensors(None, [[], "uint8", [1] * 65, 0]),
         tensors(None, [[], "__class__", [1], 0]),
         tensors(None, [[], ["float32"], [1], 0]),
         tensors(None, [[], "float32", [3], 0]),
