@@ -206,6 +206,8 @@ class Cluster:
         """Stop a job that is running on the nodes, and remove them; raises OrchestrateError if something is left."""
         for paths in self._made.jobs():
             Job(paths.root).stop()
+        while lock.holder(self._made.paths):  # the supervisor of a job that has just ended
+            time.sleep(INTERVAL)
         clusters.take_down(self._engine, self._made, grace=30)
 
     def __enter__(self) -> Cluster:

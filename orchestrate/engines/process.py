@@ -12,6 +12,7 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -204,6 +205,7 @@ class ProcessSession(ClientSession):
         with contextlib.suppress(OSError):  # it has ended
             os.write(lock, _identity(child.pid))
         os.close(lock)
+        threading.Thread(target=child.wait, daemon=True).start()  # it may outlive this session, of which `Popen` warns
         self.nodes[name] = _Node(path, child.pid, child)
         return self.nodes[name]
 

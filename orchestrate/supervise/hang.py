@@ -35,7 +35,11 @@ class Position:
 
 def parse_position(log: str) -> Position | None:
     """Parse the last stack that Python's fault handler printed for the main thread; None if there is none."""
-    dump = log.rpartition("Fatal Python error: ")[2] if "Fatal Python error: " in log else ""
+    return position(log.rpartition("Fatal Python error: ")[2] if "Fatal Python error: " in log else "")
+
+
+def position(dump: str) -> Position | None:
+    """Parse the stack of the main thread in the stacks that Python's fault handler has printed; None without one."""
     blocks = re.split(r"^(?:Current thread|Thread) 0x.*\n", dump, flags=re.M)[1:]
     heads = re.findall(r"^(Current thread|Thread) 0x", dump, flags=re.M)
     found = [_FRAME.findall(block) for block in blocks]

@@ -106,6 +106,7 @@ LAYERS = (
     "engines",
     "supervise",
     "api",
+    "testing",
     "export",
     "doctor",
     "cli",

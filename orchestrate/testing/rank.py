@@ -1,0 +1,160 @@
+"""Runs tests on one rank of a job; the plug-in for pytest copies this file to the job folder.
+
+It is a pytest of its own, as a worker of xdist is: it collects the files in `tests.json`, then runs what the plug-in
+asks for in `test.json`, and writes the reports of the Nth test to `results/N-RANK.json`. The 0th says that it is ready.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from typing import Any
+
+import pytest
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+RANK, WORLD_SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+SHORTEST, LONGEST = 0.001, 0.02  # seconds between two looks for the next test
+
+
+class Rank:
+    """Runs the tests that the plug-in asks for, one after the other."""
+
+    def __init__(self) -> None:
+        self.errors: list[str] = []  # of the collection
+        self.reports: list[Any] = []
+        self.number = 0
+        self.bound = socket.socket()
+        self.stores: list[Any] = []
+
+    @pytest.fixture(scope="session")
+    def rank(self) -> int:
+        """Rank of this process."""
+        return RANK
+
+    @pytest.fixture(scope="session")
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return WORLD_SIZE
+
+    def pytest_configure(self, config: pytest.Config) -> None:
+        """Register what the plug-in registers."""
+        config.addinivalue_line("markers", "nodes: run a test on every rank of a job")
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """Keep why a file cannot be collected."""
+        if report.failed:
+            self.errors.append(f"{report.nodeid}: {report.longreprtext}")
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        """Run tests until the plug-in asks for the end."""
+        items = {item.nodeid: item for item in session.items}
+        os.makedirs(f"{HERE}/results", exist_ok=True)
+        stacks = os.open(f"{HERE}/results/stacks-{RANK}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        faulthandler.register(signal.SIGTERM, stacks, chain=True)  # at the end of a test that hangs
+        self.done([], self.errors)
+        session.testsfailed = 0
+        while asked := self.asked():
+            item = items.get(asked["item"])
+            self.reports, following = [], items.get(asked["next"])
+            os.environ |= {"MASTER_PORT": str(asked["port"]), "TORCHELASTIC_USE_AGENT_STORE": str(asked["hosted"])}
+            if item:
+                session.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+            self.done(self.reports, [] if item else self.errors or [f"{asked['item']} is not there"])
+        return True
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Keep the report of a phase of the test."""
+        config = self.config
+        self.reports.append(config.hook.pytest_report_to_serializable(config=config, report=report))
+        if report.failed and report.when != "teardown":  # which may wait for ranks that wait for this one
+            self.write({"reports": self.reports, "errors": [], "port": 0, "hosted": False, "done": False})
+
+    def asked(self) -> Any:
+        """Wait for the next request; None is the end."""
+        self.number += 1
+        delay, seen = SHORTEST, None
+        while True:
+            try:
+                stat = os.stat(f"{HERE}/test.json")
+                if (now := (stat.st_ino, stat.st_mtime_ns)) != seen:
+                    seen = now
+                    with open(f"{HERE}/test.json") as file:
+                        request = json.load(file)
+                    if request["number"] == self.number:
+                        return request["test"]
+            except FileNotFoundError:
+                pass
+            time.sleep(delay)
+            delay = min(delay * 1.05, LONGEST)
+
+    def done(self, reports: list[Any], errors: list[str]) -> None:
+        """Write the result of a request, and remove the one before, which has been read."""
+        self.write({"reports": reports, "errors": errors, **self.store(), "done": True})
+        if self.number:
+            os.remove(f"{HERE}/results/{self.number - 1}-{RANK}.json")
+
+    def write(self, result: dict[str, Any]) -> None:
+        """Write a result, whole or so far."""
+        path = f"{HERE}/results/{self.number}-{RANK}.json"
+        with open(f"{path}.new", "w") as file:
+            json.dump({**result, "time": time.time()}, file, default=str)
+        os.replace(f"{path}.new", path)
+
+    def store(self) -> dict[str, Any]:
+        """Return the port of torch's store for the next test, and whether this process hosts it already.
+
+        Each test has its own: keys of an earlier process group would be taken for new ones.
+        """
+        dist = sys.modules.get("torch.distributed")
+        if RANK == 0 and dist is not None and dist.is_available():
+            if not dist.is_initialized():  # a process group that is still there needs its store
+                self.stores.clear()
+            self.stores.append(dist.TCPStore("localhost", 0, WORLD_SIZE, is_master=True, wait_for_workers=False))
+            return {"port": self.stores[-1].port, "hosted": True}
+        self.bound.close()
+        self.bound = socket.socket()  # does not listen, and so keeps the port until a process does
+        self.bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self.bound.bind(("", 0))
+        return {"port": self.bound.getsockname()[1], "hosted": False}
+
+    config: pytest.Config
+
+
+def measured(coverage: dict[str, Any]) -> Any:
+    """Start to measure the coverage of this process."""
+    import coverage as package  # type: ignore[import-not-found, unused-ignore]
+
+    found = package.Coverage(**coverage, data_suffix=True)
+    found.start()
+    return found
+
+
+def main() -> None:
+    """Run pytest with the options of the plug-in's session."""
+    with open(f"{HERE}/tests.json") as file:
+        asked = json.load(file)
+    sys.path[:1] = asked["path"]
+    coverage = measured(asked["coverage"]) if asked["coverage"] else None
+    options = asked["options"] | {"basetemp": f"{HERE}/tmp-{RANK}"}
+    config = pytest.Config.fromdictargs(options, asked["arguments"])
+    config.workerinput = {"workerid": f"rank{RANK}", "workercount": WORLD_SIZE}  # type: ignore[attr-defined]
+    rank = Rank()
+    rank.config = config
+    config.pluginmanager.register(rank, "orchestrate-rank")
+    try:
+        config.hook.pytest_cmdline_main(config=config)
+    finally:
+        if coverage:
+            coverage.stop()
+            coverage.save()
+
+
+if __name__ == "__main__":
+    main()

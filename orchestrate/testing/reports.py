@@ -1,0 +1,149 @@
+"""One result of a test that ran on several ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import pytest
+
+from orchestrate.supervise.hang import late, position
+
+PHASES = ("setup", "call", "teardown")
+MAX_TEXT = 200  # characters that are shown of another rank's error
+UNEXPECTED = "[XPASS(strict)]"
+
+
+class Ran(NamedTuple):
+    """What one rank has reported of a test."""
+
+    reports: Mapping[str, pytest.TestReport]  # by phase
+    time: float  # when it ended, in seconds since 1970
+    store: Mapping[str, int]  # port of torch's store for the next test, and whether it is there already
+    done: bool  # whether it has ended the test, with its fixtures
+    error: str  # why the rank could not collect the test; empty if it could
+
+    def failure(self) -> pytest.TestReport | None:
+        """Return the report of the phase that has failed first."""
+        return next((self.reports[each] for each in PHASES if each in self.reports and self.reports[each].failed), None)
+
+
+def read(data: Any, load: Callable[[Any], Any]) -> Ran:
+    """Return what a rank has written; raises ValueError if it is something else."""
+    try:
+        found = [load(each) for each in data["reports"]]
+        assert all(isinstance(each, pytest.TestReport) and each.when in PHASES for each in found)
+        for each in found:
+            if isinstance(each.longrepr, list):  # of a skipped test: file, line and reason
+                each.longrepr = tuple(each.longrepr)
+        phases, error = {each.when: each for each in found}, "\n".join(map(str, data["errors"][:1]))
+        store = {"port": int(data["port"]), "hosted": bool(data["hosted"])}
+        return Ran(phases, float(data["time"]), store, bool(data["done"]), error)
+    except Exception as error:  # whatever is in there
+        raise ValueError(f"{type(error).__name__}: {error}") from None
+
+
+def merged(ran: Mapping[int, Ran], missing: Mapping[int, str]) -> list[pytest.TestReport]:
+    """Return one report for each phase: that of the rank that has failed first, with a line about the others.
+
+    `missing` says what ranks do that have not ended the test.
+    """
+    chosen = []
+    for phase in PHASES:
+        here = {rank: each.reports[phase] for rank, each in sorted(ran.items()) if phase in each.reports}
+        if here:
+            rank = _choose(here, {rank: each.time for rank, each in ran.items()})
+            report = here[rank]
+            report.duration = max(each.duration for each in here.values())
+            if report.failed:
+                _explain(report, rank, _others(rank, ran, missing))
+            chosen.append(report)
+    return chosen
+
+
+def _choose(here: Mapping[int, pytest.TestReport], ends: Mapping[int, float]) -> int:
+    """Return the rank whose report is that of the phase: one that has failed as expected, else the first to fail."""
+    expected = [rank for rank, each in here.items() if each.skipped and hasattr(each, "wasxfail")]
+    failed = [rank for rank, each in here.items() if each.failed]
+    if expected:
+        failed = [rank for rank in failed if not here[rank].longreprtext.startswith(UNEXPECTED)]
+    passed = [rank for rank, each in here.items() if each.passed]
+    return min(failed, key=lambda rank: (ends[rank], rank)) if failed else (expected or passed or [*here])[0]
+
+
+def _others(rank: int, ran: Mapping[int, Ran], missing: Mapping[int, str]) -> str:
+    """Return what became of all ranks but one, in one line."""
+    groups: dict[str, list[int]] = {}
+    for other in sorted({*ran, *missing} - {rank}):
+        groups.setdefault(missing.get(other) or _outcome(ran[other]), []).append(other)
+    return "; ".join(f"{named(ranks)}: {what}" for what, ranks in groups.items())
+
+
+def _outcome(ran: Ran) -> str:
+    if failure := ran.failure():
+        return f"failed: {_message(failure)}"
+    return "skipped" if any(each.skipped for each in ran.reports.values()) else "passed"
+
+
+def _message(report: pytest.TestReport) -> str:
+    crash = getattr(report.longrepr, "reprcrash", None)
+    text = crash.message if crash else str(report.longrepr)
+    return (text.strip().splitlines() or [""])[0][:MAX_TEXT]
+
+
+def places(ranks: list[int], stacks: Mapping[int, str]) -> dict[int, str]:
+    """Return where each of these ranks was in its test."""
+    found = {rank: position(stacks.get(rank, "")) for rank in ranks}
+    return {rank: f"was at {at.where}" if at else "had not ended" for rank, at in found.items()}
+
+
+def stacks(found: Mapping[int, str], ranks: list[int]) -> str:
+    """Return the rank that the others wait for, and the stacks of the main threads of ranks, equal ones once."""
+    groups: dict[str, list[int]] = {}
+    for rank in ranks:
+        groups.setdefault(_own(found.get(rank, "")), []).append(rank)
+    rank, what = late({}, {rank: position(found.get(rank, "")) for rank in ranks})
+    head = [f"rank {rank} {what}"] if len(groups) > 1 else []
+    return "\n".join([*head, *(f"{named(group)}:\n{text or '  no stack'}" for text, group in groups.items())])
+
+
+def _own(stacks: str) -> str:
+    """Return the stack of the main thread, up to the code of pytest."""
+    lines = stacks.rpartition("hread 0x")[2].splitlines()[1:]
+    of_pytest = (number for number, line in enumerate(lines) if "/_pytest/" in line or "/pluggy/" in line)
+    return "\n".join(lines[: next(of_pytest, len(lines))])
+
+
+def named(ranks: list[int]) -> str:
+    """Return the names of ranks: `rank 1`, or `ranks 0, 2`."""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+def _explain(report: pytest.TestReport, rank: int, others: str) -> None:
+    """Add which rank failed, and what became of the others."""
+    shown: Any = report.longrepr
+    if crash := getattr(shown, "reprcrash", None):
+        crash.message = f"rank {rank}: {crash.message}"
+    if hasattr(shown, "addsection"):
+        shown.addsection("ranks", "; ".join(filter(None, (f"rank {rank}: failed first, as shown", others))))
+    else:
+        report.longrepr = "\n".join(filter(None, (f"rank {rank}: {shown}", others)))
+
+
+def unfinished(item: pytest.Item, text: str, when: str = "call") -> list[pytest.TestReport]:
+    """Return the reports of a test that no rank has ended, or that could not start; `text` says why."""
+    made = []
+    for phase in PHASES:
+        failed = phase == when
+        if failed or when == "call":
+            made.append(
+                pytest.TestReport(
+                    item.nodeid,
+                    item.location,
+                    dict.fromkeys(item.keywords, 1),
+                    "failed" if failed else "passed",
+                    text if failed else None,
+                    phase,  # type: ignore[arg-type]
+                )
+            )
+    return made

@@ -1,0 +1,157 @@
+"""A job whose ranks run tests, and the requests to it: files in its job folder, so that engines do not differ."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from orchestrate.api.function import Program
+from orchestrate.api.job import Cluster, Job, JobFailed
+from orchestrate.errors import OrchestrateError
+from orchestrate.files.paths import WORK
+from orchestrate.node import checks
+from orchestrate.plan import imports
+from orchestrate.record import run_dir
+from orchestrate.testing.reports import Ran
+
+START_LIMIT = 120.0  # seconds in which all ranks must have collected the tests
+PATIENCE = 2.0  # seconds that other ranks get after one has failed: most have failed as well, or wait for it
+SHORTEST, LONGEST = 0.001, 0.02  # seconds between two looks for results
+LOOK = 0.25  # seconds between two looks at the job
+MAX_STACKS = 1 << 16  # bytes of the stacks of a rank
+MAX_RESULT, MAX_VALUES = 16 << 20, 500_000  # bytes and values of a result of a rank
+SCRIPT = Path(__file__).with_name("rank.py")
+DEFAULTS = {"gpus": "none", "max_restarts": 0, "hang_after": None, "grace": 1}
+
+
+class Broken(Exception):
+    """The ranks cannot run another test; the message says why."""
+
+
+@contextlib.contextmanager
+def inside(folder: Path) -> Iterator[None]:
+    """Make a folder the current one: it is the code folder of jobs; messages are left out."""
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        os.chdir(before)
+
+
+Read = Callable[[Any], Ran]  # checks what a rank has written; raises ValueError
+
+
+class World:
+    """Ranks that run tests, until one of them does not end a test."""
+
+    def __init__(
+        self, root: Path, cluster: Cluster, settings: Mapping[str, Any], tests: Mapping[str, Any], read: Read
+    ) -> None:
+        """Start the ranks; raises OrchestrateError."""
+        files = {"rank.py": SCRIPT.read_bytes(), "tests.json": json.dumps(tests, default=str).encode()}
+        with inside(root):
+            program = Program(imports.COPIED[1:], files)
+            self._job: Job = cluster.submit(program, name="tests", **settings)
+        self._folder, self._read = self._job._paths.folder, read
+        plan = run_dir.load(self._job._paths)[1]
+        self.size, self._roots = plan.world_size, (f"{root}/", f"{plan.placement.job_dir}/{WORK}/")
+        self._number = 0
+        ready = self._results(time.monotonic() + START_LIMIT)
+        if not self.whole(ready):
+            what = self.why_ended() or f"ranks did not collect the tests within {START_LIMIT:g} s"
+            raise OrchestrateError(what, f"see {self._job.run_dir}")
+        self._store = ready[0].store
+
+    def run(self, item: str, following: str | None, limit: float) -> dict[int, Ran]:
+        """Run a test; return what each rank has reported.
+
+        Ranks that have not ended it are left out: the job or the time limit is over, or another rank has failed, and
+        they did not end within PATIENCE after it. Raises Broken.
+        """
+        self._number += 1
+        request = {"number": self._number, "test": {"item": item, "next": following, **self._store}}
+        self._folder.write("test.json", json.dumps(request))
+        found = self._results(time.monotonic() + limit)
+        self._store = found[0].store if 0 in found else {}
+        return found
+
+    def _results(self, deadline: float) -> dict[int, Ran]:
+        found: dict[int, Ran] = {}
+        delay, look, ended = SHORTEST, time.monotonic() + LOOK, False
+        while True:
+            left = [rank for rank in range(self.size) if rank not in found or not found[rank].done]
+            new = {rank: ran for rank in left if (ran := self._result(rank))}
+            now, first = time.monotonic(), not any(each.failure() for each in found.values())
+            if first and any(each.failure() for each in new.values()):
+                deadline = min(deadline, now + PATIENCE)
+            found |= new
+            if self.whole(found) or ended or now > deadline:
+                return found
+            if now > look:
+                ended, look = bool(self._job.outcome), now + LOOK
+            time.sleep(delay)
+            delay = min(delay * 1.1, LONGEST)
+
+    def whole(self, found: Mapping[int, Ran]) -> bool:
+        """Return whether all ranks have ended a test."""
+        return len(found) == self.size and all(each.done for each in found.values())
+
+    def _result(self, rank: int) -> Ran | None:
+        try:
+            with self._folder.open(f"results/{self._number}-{rank}.json") as file:
+                text = file.read(MAX_RESULT)
+            checks.limit_values(text, MAX_VALUES)
+            return self._read(json.loads(text))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, RecursionError) as error:
+            raise Broken(f"the result of rank {rank} cannot be read: {error}") from None
+
+    def why_ended(self) -> str:
+        """Return why the job has ended; empty if it has not."""
+        if self._job.outcome:
+            try:
+                self._job.wait()
+            except JobFailed as error:
+                return str(error).partition("root cause: ")[2] or str(error)
+            return "the ranks have ended"
+        return ""
+
+    def end(self) -> None:
+        """End the ranks, with the fixtures of their session."""
+        self._folder.write("test.json", json.dumps({"number": self._number + 1, "test": None}))
+        deadline = time.monotonic() + PATIENCE
+        while not self._job.outcome and time.monotonic() < deadline:
+            time.sleep(LONGEST)
+        if not self._job.outcome:
+            self.kill()
+
+    def kill(self) -> dict[int, str]:
+        """End the ranks as they are; return their stacks, by rank."""
+        with contextlib.redirect_stderr(io.StringIO()):
+            self._job.stop()
+        return {rank: text for rank in range(self.size) if (text := self._stacks(rank))}
+
+    def _stacks(self, rank: int) -> str:
+        """Return what a rank has written on SIGTERM; the folder has been moved by then."""
+        with contextlib.suppress(OSError), self._job._paths.folder.open(f"results/stacks-{rank}") as file:
+            text = file.read(MAX_STACKS).decode(errors="replace")
+            return functools.reduce(lambda found, folder: found.replace(folder, ""), self._roots, text)
+        return ""
+
+
+def path_below(root: Path) -> Sequence[str]:
+    """Return the folders below `root` in which this process searches modules, relative to it."""
+    found = [Path(each or ".").resolve() for each in sys.path]
+    below = [each for each in found if each.is_relative_to(root) and not each.is_relative_to(Path(sys.prefix))]
+    return [*dict.fromkeys(str(each.relative_to(root)) for each in below)]

@@ -1,0 +1,284 @@
+"""Tests with the marker `nodes` must run on every rank, and have one result that says what went wrong and where."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+
+import pytest
+from support.cli import Cli
+from support.repo import ROOT
+from support.waiting import eventually
+
+SUITE = """
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+@pytest.fixture(scope="session")
+def process():
+    return os.getpid()
+
+@pytest.fixture(scope="module", autouse=True)
+def ended(process):
+    yield
+    Path(os.environ["SEEN"], f"ended-{process}").touch()
+
+@pytest.mark.nodes(2)
+@pytest.mark.parametrize("number", [1, 2])
+def test_environment(rank, world_size, number, process, tmp_path):
+    assert (str(rank), str(world_size)) == (os.environ["RANK"], os.environ["WORLD_SIZE"])
+    Path(os.environ["SEEN"], f"ran-{process}-{number}-{world_size}").touch()
+
+def test_here(process):
+    assert "RANK" not in os.environ
+
+@pytest.mark.nodes(1, nproc_per_node=3)
+def test_workers(rank, world_size):
+    assert world_size == 3 and os.environ["LOCAL_RANK"] == str(rank)
+
+@pytest.mark.nodes(2)
+def test_values(rank):
+    print("rank", rank, "prints")
+    values = {"a": rank}
+    assert values == {"a": 0}
+
+@pytest.mark.nodes(2)
+def test_all_fail(rank):
+    assert not "always"
+
+@pytest.mark.nodes(2)
+def test_one_fails_and_one_waits(rank):
+    if rank:
+        time.sleep(1000)
+    raise ValueError("no batch")
+
+@pytest.mark.nodes(2)
+def test_crashes(rank):
+    if rank:
+        os.kill(os.getpid(), 9)
+    time.sleep(1000)
+
+@pytest.mark.nodes(2, timeout=0.5)
+def test_hangs(rank):
+    if rank:
+        time.sleep(1000)
+    sys.stdin.read() if False else time.sleep(1000)
+
+@pytest.mark.nodes(2)
+def test_after(rank):
+    pass
+
+@pytest.fixture
+def broken(rank):
+    yield
+    assert rank
+
+@pytest.mark.nodes(2)
+def test_fixture(broken):
+    pass
+
+@pytest.mark.nodes(2)
+@pytest.mark.skipif(True, reason="not today")
+def test_skipped(rank):
+    assert False
+
+@pytest.mark.nodes(2)
+@pytest.mark.xfail(strict=True)
+def test_expected(rank):
+    assert not rank
+
+@pytest.mark.nodes(2)
+@pytest.mark.xfail(strict=True)
+def test_unexpected(rank):
+    pass
+
+@pytest.mark.nodes
+def test_marker(rank):
+    pass
+
+@pytest.mark.nodes(2, gpus="no")
+def test_settings(rank):
+    pass
+
+def test_without_marker(rank):
+    pass
+"""
+SMALL = """
+import os
+import pytest
+import pkg
+
+@pytest.mark.nodes(2)
+def test_one(rank):
+    assert pkg.name(rank) == ("second" if rank else "first")
+
+@pytest.mark.nodes(2)
+def test_two(rank, request):
+    if os.environ.get("FAIL"):
+        assert request.config.getoption("tbstyle") == rank
+"""
+PACKAGE = """
+def name(rank):
+    if rank == 0:
+        return "first"
+    if rank == 1:
+        return "second"
+    return "third"
+"""
+
+
+class Suite:
+    """A folder with tests, and pytest in it."""
+
+    def __init__(self, cli, text: str) -> None:
+        self.folder, self.seen = cli.folder, cli.folder / "seen"
+        self.seen.mkdir()
+        (self.folder / "pytest.ini").write_text("[pytest]\npythonpath = .\naddopts = -p no:cacheprovider\n")
+        (self.folder / "test_it.py").write_text(text)
+        (self.folder / "pkg.py").write_text(PACKAGE)
+        env = {name: value for name, value in cli.env.items() if not name.startswith(("PYTEST_", "COV_"))}
+        self.env = env | {"PYTHONPATH": str(ROOT), "SEEN": str(self.seen)}
+
+    def start(self, *arguments: str, **env: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "pytest", "--junit-xml", "results.xml", "--nodes-runs", "runs", *arguments],
+            cwd=self.folder,
+            env=self.env | env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def __call__(self, *arguments: str, **env: str) -> str:
+        """Run pytest; return its output."""
+        with self.start(*arguments, **env) as process:
+            return process.communicate(timeout=200)[0]
+
+    def results(self) -> dict[str, list[str]]:
+        """How tests have ended, by name: what `<testcase>` contains."""
+        cases = ET.parse(self.folder / "results.xml").iter("testcase")
+        found: dict[str, list[str]] = {}
+        for case in cases:
+            found.setdefault(case.attrib["name"], []).extend(child.tag for child in case if child.tag != "system-out")
+        return found
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The output of the suite, how its tests ended, and what they left in its folder `seen`."""
+    suite = Suite(Cli(tmp_path_factory.mktemp("suite")), SUITE)
+    out = suite("-v")
+    return out, suite.results(), sorted(path.name for path in suite.seen.iterdir())
+
+
+@pytest.fixture
+def small(cli):
+    return Suite(cli, SMALL)
+
+
+def section(out: str, name: str) -> str:
+    """The part of pytest's output about a failed test, without empty lines."""
+    found = re.search(rf"^_+ (?:ERROR at \w+ of )?{name} _+$(.*?)^(?:_+ |=+ )", out, re.M | re.S)
+    assert found, out
+    return re.sub(r"\n+", "\n", found[1]).strip()
+
+
+def test_each_test_must_have_one_result(whole):
+    out, results, _ = whole
+    failed = {"values", "all_fail", "one_fails_and_one_waits", "crashes", "hangs", "unexpected"}
+    errors = {"fixture", "marker", "settings", "without_marker"}
+    passed = {"environment[1]", "environment[2]", "here", "workers", "after"}
+    expected = {name: ["failure"] for name in failed} | {name: ["error"] for name in errors}
+    expected |= {name: list[str]() for name in passed} | {"skipped": ["skipped"], "expected": ["skipped"]}
+    assert results == {f"test_{name}": ended for name, ended in expected.items()}
+    assert re.search(r"6 failed, 6 passed, 1 skipped, 1 xfailed, 4 errors in ", out)
+
+
+def test_ranks_must_keep_fixtures_between_tests_and_end_them(whole):
+    _, _, seen = whole
+    ran = [re.fullmatch(r"ran-(\d+)-(\d)-2", name) for name in seen if name.startswith("ran")]
+    processes = {found[1] for found in ran if found}
+    assert len(ran) == 4 and len(processes) == 2
+    assert processes < {name.removeprefix("ended-") for name in seen}
+
+
+def test_the_rank_that_failed_first_must_be_shown_with_values_and_output(whole):
+    shown = section(whole[0], "test_values")
+    assert "E       AssertionError: assert {'a': 1} == {'a': 0}" in shown
+    assert "rank 1: failed first, as shown; rank 0: passed" in shown
+    assert shown.endswith("rank 1 prints") and "rank 0 prints" not in shown
+    assert "FAILED test_it.py::test_values - rank 1: AssertionError: assert" in whole[0]
+    assert re.search(r"rank (\d): failed first, as shown; rank (?!\1)\d: failed: ", section(whole[0], "test_all_fail"))
+
+
+def test_what_ranks_do_that_do_not_end_a_test_must_be_shown(whole):
+    waits = section(whole[0], "test_one_fails_and_one_waits")
+    assert "E       ValueError: no batch" in waits
+    assert re.search(r"^rank 0: failed first, as shown; rank 1: was at test_it.py:\d+ in test_one_fails", waits, re.M)
+    crashed = section(whole[0], "test_crashes").splitlines()
+    assert crashed[0] == "rank 1 on trainer-1 was killed by SIGKILL (exit code 137)"
+    assert crashed[-2] == "rank 0:" and re.fullmatch(r'  File "test_it.py", line \d+ in test_crashes', crashed[-1])
+    hangs = section(whole[0], "test_hangs").splitlines()
+    assert hangs[0] == "ranks 0, 1 did not end within 0.5 s"
+    assert re.fullmatch(r"rank 0 is not where the others are, but at test_it.py:\d+ in test_hangs; .*", hangs[1])
+    assert len([line for line in hangs if "in test_hangs" in line]) == 3
+
+
+def test_wrong_markers_must_be_refused_with_the_next_step(whole):
+    assert section(whole[0], "test_marker").endswith("\nhint: write @pytest.mark.nodes(2)")
+    assert "gpus must be" in section(whole[0], "test_settings")
+    assert section(whole[0], "test_without_marker") == "the fixture rank is for tests with @pytest.mark.nodes(N)"
+
+
+@pytest.mark.each_engine
+def test_tests_must_run_on_each_engine_and_end_at_the_first_failure(small, engine):
+    out = small("--nodes-engine", engine, "-x", "-k", "two or one", FAIL="")
+    assert "2 passed" in out, out
+    out = small("--nodes-engine", engine, "-x", "--deselect", "test_it.py::test_one", "--tb=short")
+    assert "1 passed, 1 deselected" in out, out
+
+
+def test_options_of_pytest_must_reach_the_ranks(small):
+    out = small("--tb=short", "-x", FAIL="1")
+    assert "AssertionError: assert 'short' == " in out and "1 failed, 1 passed" in out
+
+
+def test_xdist_and_coverage_must_work(small):
+    out = small("-n", "2", "--cov", "pkg", "--cov-report", "term-missing")
+    assert "2 passed" in out, out
+    assert re.search(r"^pkg.py +6 +1 +83% +7$", out, re.M)
+    assert not [*small.folder.glob(".coverage.*")]
+
+
+@pytest.mark.slow
+def test_the_example_of_the_documentation_must_print_what_it_shows(small):
+    blocks = re.findall(r"```(python|console)\n(.*?)```", (ROOT / "docs" / "testing.md").read_text(), re.S)
+    (_, code), (_, shown) = blocks
+    (small.folder / "test_it.py").unlink()
+    (small.folder / "test_mean.py").write_text(code)
+    parts = [re.escape(part.strip()) for part in shown.partition("\n")[2].split("[…]")]
+    assert re.search(".*?".join(parts), out := small("--tb=short"), re.S), out
+
+
+def test_an_interrupted_run_must_leave_nothing(small):
+    (small.folder / "test_it.py").write_text(
+        "import os, time, pytest, pathlib\n\n@pytest.mark.nodes(2)\ndef test_it(rank):\n"
+        "    pathlib.Path(os.environ['SEEN'], str(rank)).touch()\n    time.sleep(1000)\n"
+    )
+    with small.start() as process:
+        eventually(lambda: len([*small.seen.iterdir()]) == 2)
+        os.kill(process.pid, signal.SIGINT)
+        assert "KeyboardInterrupt" in process.communicate(timeout=100)[0]
+
+
+def test_ranks_that_cannot_import_a_test_must_say_why(small):
+    text = 'import os\nassert "RANK" not in os.environ, "not for ranks"\n' + SMALL
+    (small.folder / "test_it.py").write_text(text)
+    out = small()
+    assert "AssertionError: not for ranks" in section(out, "test_one"), out
