@@ -37,6 +37,7 @@ from orchestrate.show.tracking import PlainScreen
 Target = str | os.PathLike[str] | Callable[..., Any] | function.Program
 _one_at_a_time = threading.RLock()  # the current folder is that of all threads
 INTERVAL = 0.1  # seconds between two looks at a running job
+ENDING = 5.0  # seconds between two jobs of a cluster, in which no supervisor has it
 KEEP = "10m"  # for which a cluster stays up without a job: its program may have been killed
 
 
@@ -198,12 +199,19 @@ class Cluster:
 
     def _start(self, target: Target, args: Sequence[Any], options: Mapping[str, Any], bound: bool, tell: bool) -> Job:
         with self._turn:
-            while self._made.jobs():
+            until = time.monotonic() + ENDING
+            while jobs := self._made.jobs():
+                if lock.holder(self._made.paths):
+                    until = time.monotonic() + ENDING
+                elif time.monotonic() > until:
+                    run_dir.unsupervised(jobs[0])
                 time.sleep(INTERVAL)
             return _started(target, args, self._runs, self.name, self._settings | dict(options), bound, tell)
 
     def down(self) -> None:
         """Stop a job that is running on the nodes, and remove them; raises OrchestrateError if something is left."""
+        if not self._made.paths.nodes.is_dir():  # already
+            return
         for paths in self._made.jobs():
             Job(paths.root).stop()
         while lock.holder(self._made.paths):  # the supervisor of a job that has just ended

@@ -84,8 +84,11 @@ def _plain(value: Any, place: list[Any], tensors: list[tuple[list[Any], Any]]) -
         return {key: _plain(each, [*place, key], tensors) for key, each in value.items()}
     torch: Any = sys.modules.get("torch")
     if torch and isinstance(value, torch.Tensor):
-        if value.layout is not torch.strided or str(value.dtype).partition(".")[2] not in DTYPES:
-            raise TypeError(f"cannot return a tensor with the layout {value.layout} and the type {value.dtype}")
+        own = type(value).__torch_dispatch__ is torch.Tensor.__torch_dispatch__  # otherwise it may have no memory
+        if not own or value.layout is not torch.strided or str(value.dtype).partition(".")[2] not in DTYPES:
+            raise TypeError(
+                f"cannot return a {type(value).__name__} with the layout {value.layout} and the type {value.dtype}"
+            )
         tensors.append((place, value))
         return None
     if type(value).__module__ == "numpy" and getattr(value, "ndim", 1) == 0:

@@ -19,7 +19,12 @@ Check = Callable[[Any], str]
 
 
 def has_more_values(text: bytes, most: int) -> bool:
-    """Whether JSON text has more texts, commas and opening brackets: parsed, it can take thirty times its size."""
+    """Whether JSON text has more texts, commas and opening brackets: parsed, it can take thirty times its size.
+
+    Also for a text with null characters, which only UTF-16 and UTF-32 have, and Python would parse.
+    """
+    if b"\0" in text:
+        return True
     if sum(map(text.count, (b",", b"[", b"{", b'"'))) <= most:  # fast, and almost always the case
         return False
     plain = text.replace(rb"\\", b"").replace(rb"\"", b"")  # without quotes in texts

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 RETRY_INTERVAL = 2.0  # seconds until a file is tried again after an outage
-TRIES = 60  # of a file, about two minutes; the job has not started yet, so nothing is lost if fetching fails
+PATIENCE = 120.0  # seconds to try a file again; the job has not started yet, so nothing is lost if fetching fails
 Progress = Callable[[int, int], None]
 
 
@@ -126,15 +126,17 @@ def _fetch(store: Store, entry: Entry, folder: Folder, work: str, stopped: Calla
 def retry(
     action: Callable[[], None], stopped: Callable[[], bool], lost: Callable[[StorageLost], None] = lambda error: None
 ) -> None:
-    """Try again after an outage, of which `lost` gets the error; raises StorageLost after `TRIES`, and Stopped."""
-    for _ in range(TRIES - 1):
+    """Try again after an outage, of which `lost` gets the error; raises StorageLost after PATIENCE, and Stopped."""
+    until = SYSTEM.monotonic() + PATIENCE
+    while True:
         try:
             return action()
         except StorageLost as error:
+            if SYSTEM.monotonic() > until:  # an attempt at a store that does not answer takes a minute
+                raise
             lost(error)
         if wait_until(stopped, RETRY_INTERVAL, SYSTEM, 0.1):
             raise Stopped
-    action()
 
 
 def _place(folder: Folder, work: str, below: str, manifest: Manifest) -> None:

@@ -33,6 +33,7 @@ SCAN_INTERVAL = 2.0  # seconds between rounds; a file must not change for so lon
 MIN_INTERVAL = 0.25  # the same in seconds if files change all the time, which halves it in each round
 FIRST_RETRY, MAX_RETRY = 1.0, 30.0  # seconds until a failed round is retried, which double with each failure
 LAST_RETRY = 2.0  # seconds at most between retries once the job has ended, as its end waits for the copy
+MAX_DELETING = 5.0  # seconds for deleting objects, in a round
 MAX_FAILED = 3  # objects that cannot be deleted, in a round
 
 
@@ -272,8 +273,10 @@ class Mirror:
         except StorageError as error:  # retried with the next ones
             log.debug("old manifests of %s are not removed yet: %s", self.store.url, error)
             return
-        failed = 0
+        failed, until = 0, time.monotonic() + MAX_DELETING
         for key in [*reversed(self._unwanted)]:
+            if self._aborted.is_set() or time.monotonic() > until:
+                break  # new files are more important; the rest is deleted in the next rounds, or by the next job
             try:
                 if key not in named:  # or it was uploaded again
                     self.store.delete([key])

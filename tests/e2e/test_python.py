@@ -27,6 +27,12 @@ def tensors():
     row = torch.arange(6).reshape(2, 3).t()
     return [{"a": row + rank(), "b": (torch.tensor(0.5), torch.empty(0, 2))}, torch.ones(2, dtype=torch.bfloat16)]
 
+def fake():
+    from torch._subclasses import FakeTensorMode
+    with FakeTensorMode():
+        import torch
+        return torch.empty(2)
+
 def fails(on):
     if rank() == on:
         raise ValueError("the label is missing")
@@ -124,7 +130,7 @@ for call in (functions.fails, 1), (functions.odd,):
 """)
     text = "\n".join(out)
     assert "root cause: rank 1 on trainer-1 exited with code 1\n    Traceback (most recent call last):\n" in text
-    assert 'functions.py", line 18, in fails' in text and "call.py" not in text
+    assert 'functions.py", line 24, in fails' in text and "call.py" not in text
     assert "ValueError: the label is missing" in text
     assert "TypeError: cannot return a value of type set: only JSON types and dense tensors\n" in text
     assert text.endswith("failed")
@@ -238,6 +244,37 @@ print(job)
 job.stop()
 """)
     assert out == [f"{run.name} is still running after 0 s", f"<Job {run.name}: stopped>", f"<Job {run.name}: running>"]
+
+
+@pytest.mark.slow
+def test_a_tensor_without_memory_must_be_refused(program):
+    out, _ = program("""
+try:
+    orchestrate.run(functions.fake, **O)
+except orchestrate.JobFailed as error:
+    print(error)
+""")
+    assert "TypeError: cannot return a FakeTensor with the layout" in "\n".join(out)
+
+
+@pytest.mark.slow
+def test_a_cluster_must_not_wait_for_a_job_without_a_supervisor(program):
+    out, _ = program("""
+import os, signal
+from orchestrate.record import lock
+del O["quiet"]
+with orchestrate.cluster(**O) as cluster:
+    job = cluster.submit(functions.waits)
+    while "waits" not in "".join(job.logs()):
+        pass
+    os.kill(lock.holder(job._paths).pid, signal.SIGKILL)
+    try:
+        cluster.run(functions.rank, quiet=True)
+    except orchestrate.OrchestrateError as error:
+        print(error)
+    cluster.down()
+""")
+    assert len(out) == 1 and out[0].endswith(" has no supervisor, so no result will be reported")
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 
 from orchestrate import errors
@@ -37,14 +38,26 @@ def _remove(args: argparse.Namespace) -> None:
     ours = not os.path.lexists(paths.root) or records.find(paths.root)
     resources = removal.resources(engines, name) if ours else []
     if supervisor := lock.holder(paths):
-        raise UsageError(f"{name} is running, supervised by {supervisor}", f"python -m orchestrate stop {name}")
+        raise _running(name, str(supervisor))
     if ours and paths.cluster:
         hint = f"python -m orchestrate stop {name}, or down {paths.cluster}"
         raise UsageError(f"{name} may still be running on a cluster", hint)
     if args.dry_run:
         removal.show(resources, f"folder {paths.root}")
         return
-    if ours:
-        removal.remove(paths, resources)
-    run_dir.remove(paths)
+    with contextlib.ExitStack() as held:
+        if ours and paths.root.is_dir():
+            try:
+                held.enter_context(lock.held(paths))  # so that no supervisor takes it over meanwhile
+            except BlockingIOError:
+                raise _running(name, "another process") from None
+            except OSError:  # a full disk, for example
+                pass
+        if ours:
+            removal.remove(paths, resources)
+        run_dir.remove(paths)
     print_message(f"{name} removed")
+
+
+def _running(name: str, supervisor: str) -> UsageError:
+    return UsageError(f"{name} is running, supervised by {supervisor}", f"python -m orchestrate stop {name}")

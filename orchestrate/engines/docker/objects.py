@@ -51,9 +51,10 @@ def remove_services(daemon: Daemon, job_id: str) -> None:
     daemon.each(containers, lambda service: service.remove(force=True, v=True))
     with daemon.translating_errors(f"could not remove the services of {job_id}"):
         for network in daemon.client.networks.list(filters=label):
-            network.remove()
+            with contextlib.suppress(docker.errors.APIError):  # in use by another container, as is a volume
+                network.remove()
         for volume in daemon.client.volumes.list(filters=label):
-            with contextlib.suppress(docker.errors.APIError):  # in use by another container
+            with contextlib.suppress(docker.errors.APIError):
                 volume.remove()
 
 

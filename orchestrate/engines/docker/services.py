@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import shlex
+import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +23,7 @@ from orchestrate.host import writable
 NETWORK = "orchestrate"  # name of the job's network in the Compose file
 SHOWN_LINES, MAX_LINES = 10, 10_000  # of each service: in an error, and in a file
 SHOWN_BYTES, MAX_BYTES = 16 << 10, 4 << 20
+SETTLING = 0.5  # seconds in which an engine that is asked for containers has created another one
 SERVICE = r"[A-Za-z0-9._-]+"  # name of a service
 
 
@@ -64,7 +66,28 @@ class Services:
         }
         # A service that runs is kept, even if its file or a variable has changed: it may hold data of the job.
         options = ("--detach", "--wait", "--quiet-pull", "--no-recreate")
-        self._compose(stopped, "up", *options, given=yaml.safe_dump(document))
+        try:
+            self._compose(stopped, "up", *options, given=yaml.safe_dump(document))
+        except ResourceError:
+            if not (done := self._done()):
+                raise
+            if left := [name for name in names if name not in done]:  # Compose takes the end of a service for a failure
+                self._compose(stopped, "up", *options, "--no-deps", *left, given=yaml.safe_dump(document))
+
+    def _done(self) -> set[str]:
+        """Return the services that have ended, if all have with exit code 0, once the engine creates no others.
+
+        It completes what Compose has asked for, also after Compose has failed.
+        """
+        found, count = list[Container](), -1
+        with self.daemon.translating_errors("could not list the services"):
+            while len(found) != count:
+                count = len(found)
+                time.sleep(SETTLING)
+                found = self._containers()
+        ended = [each for each in found if each.status == "exited"]
+        failed = any(each.attrs["State"]["ExitCode"] for each in ended)
+        return set() if failed else {each.labels["com.docker.compose.service"] for each in ended}
 
     def failures(self) -> list[str]:
         """Describe the services that have ended with an error."""

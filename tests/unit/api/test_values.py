@@ -44,6 +44,7 @@ def test_tensors_must_be_put_in_their_places(folder):
     "text",
     [
         b"\xff",
+        '{"value": [1], "tensors": []}'.encode("utf-16"),  # whose values are not counted
         "",
         "[",
         "[]",

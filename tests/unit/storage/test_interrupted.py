@@ -321,7 +321,7 @@ def test_a_fetch_that_is_asked_to_stop_must_not_wait_for_the_end_of_an_outage():
 
 
 def test_a_fetch_must_fail_after_a_long_outage(rclone, saved, elsewhere, monkeypatch):
-    monkeypatch.setattr("orchestrate.storage.fetch.TRIES", 2)
+    monkeypatch.setattr("orchestrate.storage.fetch.PATIENCE", 0.0)
     monkeypatch.setattr("orchestrate.storage.fetch.RETRY_INTERVAL", 0.0)
     store = open_store("s3://bucket/x")
     saved.write("a", b"1")

@@ -48,7 +48,8 @@ def service(job: Job, name: str, output: str, status: str = "exited", code: int 
     entry["Names"] = [f"/{name}"]
     entry["Labels"] = {"orchestrate.services": "j", "com.docker.compose.project": "j-services"}
     path, state = f"GET /containers/{entry['Id']}", {"Status": status, "ExitCode": code, **state}
-    facts = {"Id": entry["Id"], "Name": f"/{name}", "Config": {"Tty": False}, "State": state}
+    facts = {"Id": entry["Id"], "Name": f"/{name}", "State": state}
+    facts["Config"] = {"Tty": False, "Labels": {"com.docker.compose.service": name}}
     job.answers.replies |= {f"{path}/json": facts, f"{path}/logs": framed(1, output.encode())}
     return str(entry["Id"])
 
@@ -85,6 +86,14 @@ def test_the_last_lines_of_services_that_failed_must_be_in_the_error_and_of_no_o
     assert error.value.hint.startswith(f"docker compose --file '{job.folder}/my services.yaml' up ")
 
 
+def test_a_service_that_has_done_its_work_must_not_count_as_failed(job):
+    one = 'case "$*" in *no-deps*) ;; *) echo setup exited with 0; exit 1;; esac'
+    compose(job, "store", "setup", up=one)
+    service(job, "setup", "done\n")
+    up(job)
+    assert job.words()[-2:] == ["--no-deps", "store"]
+
+
 @pytest.mark.parametrize(
     ("line", "stops", "kind"),
     [("error during connect: EOF", False, EngineLost), ("it was interrupted", True, EngineError)],
@@ -113,6 +122,7 @@ def test_services_must_be_removed_after_their_failures_and_output_are_reported(j
         job.answers.networks.append({"Id": name, "Name": name, "Labels": {"com.docker.compose.project": label}})
     job.answers.replies["GET /volumes"] = {"Volumes": [{"Name": "used"}, {"Name": "kept"}]}
     job.answers.refusals["DELETE /volumes/used"] = 409, "volume is in use"
+    job.answers.refusals["DELETE /networks/net"] = 403, "network net has active endpoints"
     if lost == "file":
         session.services_log.mkdir()
     if lost == "output":
