@@ -56,7 +56,7 @@ def merged(ran: Mapping[int, Ran], missing: Mapping[int, str]) -> list[pytest.Te
             report = here[rank]
             report.duration = max(each.duration for each in here.values())
             if report.failed:
-                _explain(report, rank, _others(rank, ran, missing))
+                _explain(report, rank, outcomes({other: each for other, each in ran.items() if other != rank}, missing))
             chosen.append(report)
     return chosen
 
@@ -71,11 +71,11 @@ def _choose(here: Mapping[int, pytest.TestReport], ends: Mapping[int, float]) ->
     return min(failed, key=lambda rank: (ends[rank], rank)) if failed else (expected or passed or [*here])[0]
 
 
-def _others(rank: int, ran: Mapping[int, Ran], missing: Mapping[int, str]) -> str:
-    """Return what became of all ranks but one, in one line."""
+def outcomes(ran: Mapping[int, Ran], missing: Mapping[int, str] | None = None) -> str:
+    """Return what became of ranks, in one line."""
     groups: dict[str, list[int]] = {}
-    for other in sorted({*ran, *missing} - {rank}):
-        groups.setdefault(missing.get(other) or _outcome(ran[other]), []).append(other)
+    for rank, what in sorted({**{rank: _outcome(each) for rank, each in ran.items()}, **(missing or {})}.items()):
+        groups.setdefault(what, []).append(rank)
     return "; ".join(f"{named(ranks)}: {what}" for what, ranks in groups.items())
 
 
@@ -99,6 +99,8 @@ def places(ranks: list[int], stacks: Mapping[int, str]) -> dict[int, str]:
 
 def stacks(found: Mapping[int, str], ranks: list[int]) -> str:
     """Return the rank that the others wait for, and the stacks of the main threads of ranks, equal ones once."""
+    if not ranks:
+        return ""
     groups: dict[str, list[int]] = {}
     for rank in ranks:
         groups.setdefault(_own(found.get(rank, "")), []).append(rank)

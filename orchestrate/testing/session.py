@@ -53,8 +53,11 @@ class Shape(NamedTuple):
         hint = "write @pytest.mark.nodes(2)"
         if len(marker.args) != 1 or type(marker.args[0]) is not int or marker.args[0] < 1:
             raise UsageError("the marker nodes needs one argument, the number of nodes", hint)
-        if own := {"engine", "nodes", "trainers", "command", "keep"} & {*marker.kwargs}:
+        if own := {"engine", "nodes", "trainers", "command", "keep", "chdir"} & {*marker.kwargs}:
             raise UsageError(f"{min(own)} cannot be set in the marker nodes", hint)
+        limit = marker.kwargs.get("timeout", TIMEOUT)
+        if isinstance(limit, bool) or not isinstance(limit, int | float) or not limit > 0:
+            raise UsageError(f"timeout must be a number of seconds, not {limit!r}", hint)
         try:
             settings = {name: value for name, value in marker.kwargs.items() if name != "timeout"}
             return cls(marker.args[0], json.dumps(settings, sort_keys=True))
@@ -101,11 +104,13 @@ class Worlds:
         missing = [rank for rank in range(world.size) if rank not in ran]
         ended = world.why_ended()
         stacks = self._give_up()
-        if found := [each for each in reports.merged(ran, reports.places(missing, stacks)) if each.failed]:
+        found = [each for each in reports.merged(ran, reports.places(missing, stacks)) if each.failed]
+        if found and not ended:
             return found
         what = ended or f"{reports.named(missing)} did not end within {limit:g} s"
         waiting = [rank for rank in missing if rank in stacks or not ended]
-        return reports.unfinished(item, f"{what}\n{reports.stacks(stacks, waiting)}".rstrip())
+        parts = what, reports.stacks(stacks, waiting), reports.outcomes(ran)
+        return reports.unfinished(item, "\n".join(filter(None, parts)))
 
     def _read(self, data: Any) -> reports.Ran:
         load = self.config.hook.pytest_report_from_serializable

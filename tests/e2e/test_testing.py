@@ -6,8 +6,10 @@ import signal
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
+from pathlib import Path
 
 import pytest
+import yaml
 from support.cli import Cli
 from support.repo import ROOT
 from support.waiting import eventually
@@ -19,6 +21,12 @@ import time
 from pathlib import Path
 
 import pytest
+
+def meet(name, rank):
+    # Otherwise, a rank that fails at once might not find the other in its test.
+    Path(os.environ["SEEN"], f"{name}-{rank}").touch()
+    while len([*Path(os.environ["SEEN"]).glob(f"{name}-*")]) < 2:
+        time.sleep(0.01)
 
 @pytest.fixture(scope="session")
 def process():
@@ -54,21 +62,30 @@ def test_all_fail(rank):
 
 @pytest.mark.nodes(2)
 def test_one_fails_and_one_waits(rank):
+    meet("one", rank)
     if rank:
         time.sleep(1000)
     raise ValueError("no batch")
 
 @pytest.mark.nodes(2)
 def test_crashes(rank):
+    meet("crash", rank)
     if rank:
         os.kill(os.getpid(), 9)
     time.sleep(1000)
 
-@pytest.mark.nodes(2, timeout=0.5)
+@pytest.mark.nodes(2)
+def test_crashes_and_its_peer_notices(rank):
+    if rank:
+        os.kill(os.getpid(), 9)
+    time.sleep(0.1)
+    raise OSError("Connection reset by peer")
+
+@pytest.mark.nodes(2, timeout=5)
 def test_hangs(rank):
     if rank:
         time.sleep(1000)
-    sys.stdin.read() if False else time.sleep(1000)
+    time.sleep(1000)
 
 @pytest.mark.nodes(2)
 def test_after(rank):
@@ -100,6 +117,10 @@ def test_unexpected(rank):
 
 @pytest.mark.nodes
 def test_marker(rank):
+    pass
+
+@pytest.mark.nodes(2, timeout="1m")
+def test_timeout(rank):
     pass
 
 @pytest.mark.nodes(2, gpus="no")
@@ -191,13 +212,21 @@ def section(out: str, name: str) -> str:
 
 def test_each_test_must_have_one_result(whole):
     out, results, _ = whole
-    failed = {"values", "all_fail", "one_fails_and_one_waits", "crashes", "hangs", "unexpected"}
-    errors = {"fixture", "marker", "settings", "without_marker"}
+    failed = {
+        "values",
+        "all_fail",
+        "one_fails_and_one_waits",
+        "crashes",
+        "crashes_and_its_peer_notices",
+        "hangs",
+        "unexpected",
+    }
+    errors = {"fixture", "marker", "timeout", "settings", "without_marker"}
     passed = {"environment[1]", "environment[2]", "here", "workers", "after"}
     expected = {name: ["failure"] for name in failed} | {name: ["error"] for name in errors}
     expected |= {name: list[str]() for name in passed} | {"skipped": ["skipped"], "expected": ["skipped"]}
     assert results == {f"test_{name}": ended for name, ended in expected.items()}
-    assert re.search(r"6 failed, 6 passed, 1 skipped, 1 xfailed, 4 errors in ", out)
+    assert re.search(r"7 failed, 6 passed, 1 skipped, 1 xfailed, 5 errors in ", out)
 
 
 def test_ranks_must_keep_fixtures_between_tests_and_end_them(whole):
@@ -224,14 +253,18 @@ def test_what_ranks_do_that_do_not_end_a_test_must_be_shown(whole):
     crashed = section(whole[0], "test_crashes").splitlines()
     assert crashed[0] == "rank 1 on trainer-1 was killed by SIGKILL (exit code 137)"
     assert crashed[-2] == "rank 0:" and re.fullmatch(r'  File "test_it.py", line \d+ in test_crashes', crashed[-1])
+    crashed = section(whole[0], "test_crashes_and_its_peer_notices").splitlines()
+    assert crashed[0] == "rank 1 on trainer-1 was killed by SIGKILL (exit code 137)"
+    assert crashed[-1] == "rank 0: failed: OSError: Connection reset by peer"
     hangs = section(whole[0], "test_hangs").splitlines()
-    assert hangs[0] == "ranks 0, 1 did not end within 0.5 s"
+    assert hangs[0] == "ranks 0, 1 did not end within 5 s"
     assert re.fullmatch(r"rank 0 is not where the others are, but at test_it.py:\d+ in test_hangs; .*", hangs[1])
     assert len([line for line in hangs if "in test_hangs" in line]) == 3
 
 
 def test_wrong_markers_must_be_refused_with_the_next_step(whole):
     assert section(whole[0], "test_marker").endswith("\nhint: write @pytest.mark.nodes(2)")
+    assert section(whole[0], "test_timeout").startswith("timeout must be a number of seconds, not '1m'\n")
     assert "gpus must be" in section(whole[0], "test_settings")
     assert section(whole[0], "test_without_marker") == "the fixture rank is for tests with @pytest.mark.nodes(N)"
 
@@ -264,6 +297,31 @@ def test_the_example_of_the_documentation_must_print_what_it_shows(small):
     (small.folder / "test_mean.py").write_text(code)
     parts = [re.escape(part.strip()) for part in shown.partition("\n")[2].split("[…]")]
     assert re.search(".*?".join(parts), out := small("--tb=short"), re.S), out
+
+
+def test_the_action_must_run_tests_and_keep_their_logs_and_results(small):
+    action = yaml.safe_load((ROOT / ".github" / "actions" / "test" / "action.yml").read_text())
+    results = small.folder / "results"
+    given = {"ARGUMENTS": "-k two", "ENGINE": "process", "RESULTS": str(results)}
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    command = ["bash", "-e", "-c", action["runs"]["steps"][0]["run"]]
+    subprocess.run(command, cwd=small.folder, env=small.env | given | {"PATH": path}, check=True, capture_output=True)
+    assert ET.parse(results / "junit.xml").getroot()[0].attrib["tests"] == "1"
+    assert len([*results.glob("runs/tests-*/logs/rank-*.log")]) == 2
+
+
+@pytest.mark.parametrize(
+    ("schema", "number"),
+    [("github-actions", None), ("github-workflows", 0), ("gitlab-ci", 1)],
+)
+def test_the_action_and_its_examples_must_be_valid(tmp_path, schema, number):
+    file = ROOT / ".github" / "actions" / "test" / "action.yml"
+    if number is not None:
+        blocks = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "testing.md").read_text(), re.S)
+        (file := tmp_path / "file.yml").write_text(blocks[number])
+    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", f"vendor.{schema}", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
 
 
 def test_an_interrupted_run_must_leave_nothing(small):

@@ -1,10 +1,13 @@
 """Documents must link only to what exists, name what is there, and have one sentence per line."""
 
+import json
 import re
 import subprocess
 
 import pytest
 from support.repo import ROOT
+
+from benchmarks.document import RESULTS, changed, documents, heading
 
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
 LINK = re.compile(r"\]\(([^)\s]+)\)|(?:src|srcset)=\"([^\"]+)\"")
@@ -59,3 +62,14 @@ def test_markdown_must_have_one_sentence_per_line():
         for line in text.splitlines():
             if not line.startswith(("|", "#")):
                 assert not re.search(r"[a-z)`][.!?] [A-Z]", line), f"{path.name}: {line}"
+
+
+def test_the_pages_of_performance_must_show_the_results_and_mark_what_has_changed_since():
+    """After a new measurement, or a change of what was measured: python -m benchmarks.document."""
+    results, mark = json.loads(RESULTS.read_text()), "Out of date: what it measures has changed since.\n\n"
+    for name, text in documents(results).items():
+        assert (ROOT / "docs" / name).read_text().replace(mark, "") == text.replace(mark, "")
+    pages = "".join((ROOT / "docs" / name).read_text() for name in ("performance.md", "performance-gpu.md"))
+    for name, result in results.items():
+        section = pages.partition(f"## {heading(name)}\n")[2].partition("\n## ")[0]
+        assert mark in section or not changed(name, result["machine"]["commit"]), name
