@@ -104,8 +104,8 @@ class Worlds:
         missing = [rank for rank in range(world.size) if rank not in ran]
         ended = world.why_ended()
         stacks = self._give_up()
-        found = [each for each in reports.merged(ran, reports.places(missing, stacks)) if each.failed]
-        if found and not ended:
+        merged = [] if ended else reports.merged(ran, reports.places(missing, stacks))
+        if found := [each for each in merged if each.failed]:  # after a crash, others fail because of it
             return found
         what = ended or f"{reports.named(missing)} did not end within {limit:g} s"
         waiting = [rank for rank in missing if rank in stacks or not ended]

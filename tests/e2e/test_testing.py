@@ -76,9 +76,10 @@ def test_crashes(rank):
 
 @pytest.mark.nodes(2)
 def test_crashes_and_its_peer_notices(rank):
-    if rank:
-        os.kill(os.getpid(), 9)
-    time.sleep(0.1)
+    results = Path(os.environ["JOB_DIR"], "results")
+    while rank:
+        if any("reset by peer" in path.read_text() for path in results.glob("*-0.json")):
+            os.kill(os.getpid(), 9)
     raise OSError("Connection reset by peer")
 
 @pytest.mark.nodes(2, timeout=5)
@@ -252,7 +253,7 @@ def test_what_ranks_do_that_do_not_end_a_test_must_be_shown(whole):
     assert re.search(r"^rank 0: failed first, as shown; rank 1: was at test_it.py:\d+ in test_one_fails", waits, re.M)
     crashed = section(whole[0], "test_crashes").splitlines()
     assert crashed[0] == "rank 1 on trainer-1 was killed by SIGKILL (exit code 137)"
-    assert crashed[-2] == "rank 0:" and re.fullmatch(r'  File "test_it.py", line \d+ in test_crashes', crashed[-1])
+    assert "rank 0:" in crashed and re.fullmatch(r'  File "test_it.py", line \d+ in test_crashes', crashed[-1])
     crashed = section(whole[0], "test_crashes_and_its_peer_notices").splitlines()
     assert crashed[0] == "rank 1 on trainer-1 was killed by SIGKILL (exit code 137)"
     assert crashed[-1] == "rank 0: failed: OSError: Connection reset by peer"
@@ -295,7 +296,8 @@ def test_the_example_of_the_documentation_must_print_what_it_shows(small):
     (_, code), (_, shown) = blocks
     (small.folder / "test_it.py").unlink()
     (small.folder / "test_mean.py").write_text(code)
-    parts = [re.escape(part.strip()) for part in shown.partition("\n")[2].split("[…]")]
+    shown = shown.partition("\n")[2].replace("ranks 0, 2: failed: RuntimeError: […]", "[…]")  # they may differ
+    parts = [re.escape(part.strip()) for part in shown.split("[…]")]
     assert re.search(".*?".join(parts), out := small("--tb=short"), re.S), out
 
 

@@ -221,9 +221,11 @@ def test_the_user_of_a_process_must_be_found_regardless_of_its_proc_folder():
 FLOOD = """
 import fcntl, os, signal
 fcntl.fcntl(1, fcntl.F_SETPIPE_SZ, 1 << 20)
+ready, own_session = os.pipe()
 for _ in range(6):
     if not os.fork():
         os.setsid()
+        os.write(own_session, b"x")
         signal.alarm(250)
         try:
             while True:
@@ -232,6 +234,7 @@ for _ in range(6):
             signal.alarm(0)
             open(f"{os.getpid()}.left", "w").close()
             signal.pause()
+    os.read(ready, 1)  # otherwise it might end with this process, whose group is killed
 """
 
 

@@ -309,6 +309,20 @@ def test_a_server_that_is_killed_during_a_fetch_must_be_waited_for(rclone, saved
     assert elsewhere.files() == saved.files()
 
 
+def test_deletions_must_not_delay_new_files(tmp_path, saved, monkeypatch):
+    store = open_store(f"file://{tmp_path}/store")
+    mirror = saved.mirror(store)
+    monkeypatch.setattr("orchestrate.storage.mirror.MAX_DELETING", -1.0)
+    for content in (b"1", b"2", b"3"):
+        saved.write("a", content)
+        assert mirror.sync(never, final=True)
+    assert len(contents(store).objects) == 3
+    monkeypatch.undo()
+    saved.write("a", b"4")
+    assert mirror.sync(never, final=True)
+    assert len(contents(store).objects) == 2
+
+
 def test_a_fetch_that_is_asked_to_stop_must_not_wait_for_the_end_of_an_outage():
     attempts: list[StorageLost] = []
 

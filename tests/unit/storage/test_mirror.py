@@ -151,20 +151,6 @@ def test_only_the_newest_two_sets_must_be_kept(store, saved, elsewhere):
     assert [key.partition("=")[0] for key in sorted(there.objects)] == ["files/step-3.pt", "files/step-4.pt"]
 
 
-def test_deletions_must_not_delay_new_files(tmp_path, saved, monkeypatch):
-    store = open_store(f"file://{tmp_path}/store")
-    mirror = saved.mirror(store)
-    monkeypatch.setattr("orchestrate.storage.mirror.MAX_DELETING", -1.0)
-    for content in (b"1", b"2", b"3"):
-        saved.write("a", content)
-        assert mirror.sync(never, final=True)
-    assert len(contents(store).objects) == 3
-    monkeypatch.undo()
-    saved.write("a", b"4")
-    assert mirror.sync(never, final=True)
-    assert len(contents(store).objects) == 2
-
-
 def test_a_file_that_is_uploaded_again_before_its_deletion_is_retried_must_be_kept(tmp_path, saved, elsewhere):
     store = open_store(f"file://{tmp_path}/store")
     mirror = saved.mirror(store)
