@@ -1,7 +1,7 @@
 """Runs tests on one rank of a job; the plug-in for pytest copies this file to the job folder.
 
-It is a pytest of its own, as a worker of xdist is: it collects the files in `tests.json`, then runs what the plug-in
-asks for in `test.json`, and writes the reports of the Nth test to `results/N-RANK.json`. The 0th says that it is ready.
+It is a separate pytest process, as a worker of xdist is. It collects the files in `tests.json`, then runs what the
+plug-in asks for in `test.json`, and writes the reports of test N to `results/N-RANK.json`; 0 means that it is ready.
 """
 
 from __future__ import annotations

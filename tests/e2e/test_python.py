@@ -25,7 +25,8 @@ def values(factor=1, *rest, **more):
 def tensors():
     import torch
     row = torch.arange(6).reshape(2, 3).t()
-    return [{"a": row + rank(), "b": (torch.tensor(0.5), torch.empty(0, 2))}, torch.ones(2, dtype=torch.bfloat16)]
+    lazy = [torch.tensor([1 + 2j]).conj(), torch.tensor([1 + 2j]).conj().imag]  # not negated in memory yet
+    return [{"a": row + rank(), "b": (torch.tensor(0.5), torch.empty(0, 2))}, torch.ones(2, dtype=torch.bfloat16), lazy]
 
 def fake():
     from torch._subclasses import FakeTensorMode
@@ -114,10 +115,12 @@ result = orchestrate.run(functions.values, chdir="sub", **O | {"quiet": False})
 def test_tensors_must_come_back_as_they_are(program):
     out, _ = program("""
 import torch
-one, two = orchestrate.run(functions.tensors, **O).values[1]
+one, two, lazy = orchestrate.run(functions.tensors, **O).values[1]
 print(torch.equal(one["a"], torch.arange(6).reshape(2, 3).t() + 1), one["b"], two)
+print(*(each.tolist() for each in lazy))
 """)
-    assert out == ["True [tensor(0.5000), tensor([], size=(0, 2))] tensor([1., 1.], dtype=torch.bfloat16)"]
+    shown = "True [tensor(0.5000), tensor([], size=(0, 2))] tensor([1., 1.], dtype=torch.bfloat16)"
+    assert out == [shown, "[(1-2j)] [-2.0]"]
 
 
 def test_a_job_that_fails_must_be_an_exception_with_its_root_cause(program):
@@ -130,7 +133,7 @@ for call in (functions.fails, 1), (functions.odd,):
 """)
     text = "\n".join(out)
     assert "root cause: rank 1 on trainer-1 exited with code 1\n    Traceback (most recent call last):\n" in text
-    assert 'functions.py", line 24, in fails' in text and "call.py" not in text
+    assert 'functions.py", line 25, in fails' in text and "call.py" not in text
     assert "ValueError: the label is missing" in text
     assert "TypeError: cannot return a value of type set: only JSON types and dense tensors\n" in text
     assert text.endswith("failed")
