@@ -102,8 +102,8 @@ class Worlds:
         if world.whole(ran):
             return reports.merged(ran, {})
         missing = [rank for rank in range(world.size) if rank not in ran]
-        ended = world.why_ended()
         stacks = self._give_up()
+        ended = world.why_ended()  # a rank may have crashed just before
         merged = [] if ended else reports.merged(ran, reports.places(missing, stacks))
         if found := [each for each in merged if each.failed]:  # after a crash, others fail because of it
             return found

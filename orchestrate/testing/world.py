@@ -118,14 +118,14 @@ class World:
             raise Broken(f"the result of rank {rank} cannot be read: {error}") from None
 
     def why_ended(self) -> str:
-        """Return why the job has ended; empty if it has not."""
-        if self._job.outcome:
-            try:
-                self._job.wait()
-            except JobFailed as error:
-                return str(error).partition("root cause: ")[2] or str(error)
-            return "the ranks have ended"
-        return ""
+        """Return why the job has ended; empty if it has not, or was stopped."""
+        if not self._job.outcome:
+            return ""
+        try:
+            self._job.wait()
+        except JobFailed as error:
+            return str(error).partition("root cause: ")[2]
+        return "the ranks have ended"
 
     def end(self) -> None:
         """End the ranks, with the fixtures of their session."""
