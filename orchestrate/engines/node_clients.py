@@ -190,14 +190,21 @@ class NodeClients:
         self.broken.add(node)
 
     def wait_until_warm(self, nodes: Iterable[str], patience: float) -> bool:
-        """Wait until nodes have imported the modules for workers; return False after `patience` seconds."""
+        """Wait until nodes have imported the modules for workers; return False after `patience` seconds.
+
+        Closes the connections to them: the session of a cluster needs them no longer.
+        """
         self.connect(nodes := list(nodes))
 
         def warm() -> bool:
             states = self.ask(nodes, STATUS_TIMEOUT)
             return len(states) == len(nodes) and not any(state.importing for state in states.values())
 
-        return wait_until(warm, patience, self.clock, 0.05)
+        try:
+            return wait_until(warm, patience, self.clock, 0.05)
+        finally:
+            for node in [*self.connections]:
+                self.drop(node)
 
     def clean(self, nodes: Iterable[str]) -> set[str]:
         """Clean up nodes for another job; return those without confirmation, where processes of the job may remain."""

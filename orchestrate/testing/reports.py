@@ -36,7 +36,10 @@ def read(data: Any, load: Callable[[Any], Any]) -> Ran:
         for each in found:
             if isinstance(each.longrepr, list):  # of a skipped test: file, line and reason
                 each.longrepr = tuple(each.longrepr)
-        phases, error = {each.when: each for each in found}, "\n".join(map(str, data["errors"][:1]))
+        phases, error = dict[str, pytest.TestReport](), "\n".join(map(str, data["errors"][:1]))
+        for each in found:
+            if each.when not in phases or not phases[each.when].failed:  # a failed subtest is one of several reports
+                phases[each.when] = each
         store = {"port": int(data["port"]), "hosted": bool(data["hosted"])}
         return Ran(phases, float(data["time"]), store, bool(data["done"]), error)
     except Exception as error:  # whatever is in there

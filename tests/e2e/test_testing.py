@@ -18,6 +18,7 @@ SUITE = """
 import os
 import sys
 import time
+import unittest
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,19 @@ def test_hangs(rank):
     if rank:
         time.sleep(1000)
     time.sleep(1000)
+
+@pytest.mark.nodes(2)
+def test_subtests(rank, subtests):
+    for number in range(3):
+        with subtests.test(number=number):
+            assert rank == 0 or number != 1
+
+class TestUnit(unittest.TestCase):
+    @pytest.mark.nodes(2)
+    def test_unit(self):
+        for number in range(3):
+            with self.subTest(number=number):
+                assert os.environ["RANK"] == "0" or number != 1
 
 @pytest.mark.nodes(2)
 def test_after(rank):
@@ -221,13 +235,15 @@ def test_each_test_must_have_one_result(whole):
         "crashes_and_its_peer_notices",
         "hangs",
         "unexpected",
+        "subtests",
+        "unit",
     }
     errors = {"fixture", "marker", "timeout", "settings", "without_marker"}
     passed = {"environment[1]", "environment[2]", "here", "workers", "after"}
     expected = {name: ["failure"] for name in failed} | {name: ["error"] for name in errors}
     expected |= {name: list[str]() for name in passed} | {"skipped": ["skipped"], "expected": ["skipped"]}
     assert results == {f"test_{name}": ended for name, ended in expected.items()}
-    assert re.search(r"7 failed, 6 passed, 1 skipped, 1 xfailed, 5 errors in ", out)
+    assert re.search(r"9 failed, 6 passed, 1 skipped, 1 xfailed, 5 errors in ", out)
 
 
 def test_ranks_must_keep_fixtures_between_tests_and_end_them(whole):
@@ -324,6 +340,20 @@ def test_the_action_and_its_examples_must_be_valid(tmp_path, schema, number):
     command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", f"vendor.{schema}", str(file)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
+
+
+def test_suites_that_treat_warnings_as_errors_must_pass(small):
+    out = small("-W", "error", PYTHONWARNINGS="error")
+    assert "2 passed" in out and "Warning" not in out, out
+
+
+def test_output_that_is_not_captured_must_be_in_the_logs_of_the_ranks(small):
+    (small.folder / "test_it.py").write_text(
+        "import os, pytest\n\n@pytest.mark.nodes(2)\ndef test_it(rank):\n"
+        "    print('I am', rank, flush=True)\n    os.abort()\n"
+    )
+    small("-s")
+    assert ["I am 1\n" in log.read_text() for log in small.folder.glob("runs/*/logs/rank-1.log")] == [True]
 
 
 def test_an_interrupted_run_must_leave_nothing(small):
