@@ -190,21 +190,14 @@ class NodeClients:
         self.broken.add(node)
 
     def wait_until_warm(self, nodes: Iterable[str], patience: float) -> bool:
-        """Wait until nodes have imported the modules for workers; return False after `patience` seconds.
-
-        Closes the connections to them: the session of a cluster needs them no longer.
-        """
+        """Wait until nodes have imported the modules for workers; return False after `patience` seconds."""
         self.connect(nodes := list(nodes))
 
         def warm() -> bool:
             states = self.ask(nodes, STATUS_TIMEOUT)
             return len(states) == len(nodes) and not any(state.importing for state in states.values())
 
-        try:
-            return wait_until(warm, patience, self.clock, 0.05)
-        finally:
-            for node in [*self.connections]:
-                self.drop(node)
+        return wait_until(warm, patience, self.clock, 0.05)
 
     def clean(self, nodes: Iterable[str]) -> set[str]:
         """Clean up nodes for another job; return those without confirmation, where processes of the job may remain."""
@@ -366,8 +359,12 @@ class ClientSession:
     clients: NodeClients
 
     def wait_until_warm(self, nodes: Iterable[str], patience: float) -> bool:
-        """Wait until nodes have imported the modules for workers."""
-        return self.clients.wait_until_warm(nodes, patience)
+        """Wait until nodes have imported the modules for workers, and close the connections to them."""
+        try:
+            return self.clients.wait_until_warm(nodes, patience)
+        finally:
+            for node in [*self.clients.connections]:
+                self.clients.drop(node)
 
     def gather(self, stopped: Callable[[], bool]) -> None:
         """Do nothing: nodes write to the job folder directly."""
