@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 RETRY_INTERVAL = 2.0  # seconds until a file is tried again after an outage
 PATIENCE = 120.0  # seconds to try a file again; the job has not started yet, so nothing is lost if fetching fails
+WITH_PROGRESS = 100.0  # seconds of an attempt that must have read something: without data, it ends earlier
 Progress = Callable[[int, int], None]
 
 
@@ -127,12 +128,16 @@ def retry(
     action: Callable[[], None], stopped: Callable[[], bool], lost: Callable[[StorageLost], None] = lambda error: None
 ) -> None:
     """Try again after an outage, of which `lost` gets the error; raises StorageLost after PATIENCE, and Stopped."""
-    until = SYSTEM.monotonic() + PATIENCE
+    until = 0.0
     while True:
+        began = SYSTEM.monotonic()
         try:
             return action()
         except StorageLost as error:
-            if SYSTEM.monotonic() > until:  # an attempt at a store that does not answer takes a minute
+            now = SYSTEM.monotonic()
+            if not until or now - began > WITH_PROGRESS:
+                until = now + PATIENCE
+            elif now > until:
                 raise
             lost(error)
         if wait_until(stopped, RETRY_INTERVAL, SYSTEM, 0.1):

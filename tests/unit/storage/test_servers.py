@@ -7,9 +7,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from support.object_stores import use
+from support.scripted import Clock
 from support.waiting import eventually
 
 from orchestrate.errors import StorageError, StorageLost
+from orchestrate.storage.fetch import retry
 from orchestrate.storage.store import open_store
 
 
@@ -123,3 +125,20 @@ def test_a_store_that_refuses_conditional_writes_must_be_usable(monkeypatch, url
         open_store(url).create("key", b"data")
     assert Strict.seen[0] == (path, "*", b"data") and Strict.seen[-1] == (path, None, b"data")
     Strict.seen.clear()
+
+
+@pytest.mark.parametrize(("lasts", "tries"), [(62.0, 3), (300.0, 9)])
+def test_an_outage_must_count_from_the_last_progress_of_a_fetch(monkeypatch, lasts, tries):
+    clock = Clock()
+    monkeypatch.setattr("orchestrate.storage.fetch.SYSTEM", clock)
+    attempts: list[int] = []
+
+    def loses() -> None:
+        clock.sleep(lasts)
+        attempts.append(1)
+        if len(attempts) < 9:
+            raise StorageLost("down")
+
+    with contextlib.suppress(StorageLost):
+        retry(loses, lambda: False)
+    assert len(attempts) == tries
