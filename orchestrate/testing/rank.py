@@ -25,7 +25,8 @@ SHORTEST, LONGEST = 0.001, 0.02  # seconds between two looks for the next test
 class Rank:
     """Runs the tests that the plug-in asks for, one after the other."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
         self.errors: list[str] = []  # of the collection
         self.reports: list[Any] = []
         self.number = 0
@@ -59,7 +60,6 @@ class Rank:
         stacks = os.open(f"{HERE}/results/stacks-{RANK}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         faulthandler.register(signal.SIGTERM, stacks, chain=True)  # at the end of a test that hangs
         self.done([], self.errors)
-        session.testsfailed = 0
         while asked := self.asked():
             item = items.get(asked["item"])
             self.reports, following = [], items.get(asked["next"])
@@ -124,8 +124,6 @@ class Rank:
         self.bound.bind(("", 0))
         return {"port": self.bound.getsockname()[1], "hosted": False}
 
-    config: pytest.Config
-
 
 def measured(coverage: dict[str, Any]) -> Any:
     """Start to measure the coverage of this process."""
@@ -145,9 +143,7 @@ def main() -> None:
     options = asked["options"] | {"basetemp": f"{HERE}/tmp-{RANK}"}
     config = pytest.Config.fromdictargs(options, asked["arguments"])
     config.workerinput = {"workerid": f"rank{RANK}", "workercount": WORLD_SIZE}  # type: ignore[attr-defined]
-    rank = Rank()
-    rank.config = config
-    config.pluginmanager.register(rank, "orchestrate-rank")
+    config.pluginmanager.register(Rank(config), "orchestrate-rank")
     try:
         config.hook.pytest_cmdline_main(config=config)
     finally:

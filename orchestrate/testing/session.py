@@ -126,14 +126,12 @@ class Worlds:
         try:
             with inside(self.root):
                 cluster = self._nodes(shape)
-                self._world, self._shape = self._started(cluster, shape), shape
+                self._world = World(self.root, cluster, self._settings(shape), self._tests, self._read)
+                self._shape = shape
         except OrchestrateError as error:
             self._errors[shape] = _text(error)  # not tried again for each test
             raise
         return self._world
-
-    def _started(self, cluster: Cluster, shape: Shape) -> World:
-        return World(self.root, cluster, self._settings(shape), self._tests, self._read)
 
     def _settings(self, shape: Shape) -> dict[str, Any]:
         settings = {"nodes": shape.nodes, **json.loads(shape.settings)}

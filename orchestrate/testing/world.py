@@ -57,11 +57,9 @@ class World:
     def __init__(
         self, root: Path, cluster: Cluster, settings: Mapping[str, Any], tests: Mapping[str, Any], read: Read
     ) -> None:
-        """Start the ranks; raises OrchestrateError."""
+        """Start the ranks, with the current folder `root` as their code folder; raises OrchestrateError."""
         files = {"rank.py": SCRIPT.read_bytes(), "tests.json": json.dumps(tests, default=str).encode()}
-        with inside(root):
-            program = Program(imports.COPIED[1:], files)
-            self._job: Job = cluster.submit(program, name="tests", **settings)
+        self._job: Job = cluster.submit(Program(imports.COPIED[1:], files), name="tests", **settings)
         self._folder, self._read = self._job._paths.folder, read
         plan = run_dir.load(self._job._paths)[1]
         self.size, self._roots = plan.world_size, (f"{root}/", f"{plan.placement.job_dir}/{WORK}/")
