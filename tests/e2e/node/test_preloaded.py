@@ -109,6 +109,7 @@ def test_an_empty_entry_of_pythonpath_must_not_make_the_node_import_the_jobs_mod
     node = Waiting(folder, preload, PYTHONPATH=path.format(installed, os.pathsep))
     assert eventually(lambda: [*folder.glob("ready-*")])
     assert not (folder / "own").exists() and len([*folder.glob("theirs-*")]) == preload.count("theirs")
+    node.status()  # the client has connected
     node.end()
 
 
