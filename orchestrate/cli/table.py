@@ -31,6 +31,7 @@ COMMANDS = {
     "ps": Command("list running jobs and clusters", LOOK),
     "logs": Command("print the output of a job's workers", LOOK, job=True),
     "top": Command("show what the workers of a running job use: CPU, memory, GPUs", LOOK, job=True),
+    "stacks": Command("show where each worker of a running job is in its code", LOOK, job=True),
     "events": Command("print what happened to a job, and when", LOOK, job=True),
     "report": Command("write a page about jobs that have ended: report.html", LOOK, job=True),
     "serve": Command("show jobs in a web browser on this machine", LOOK),

@@ -14,7 +14,7 @@ from orchestrate.dataclass import dataclass, field
 from orchestrate.errors import UsageError
 from orchestrate.files.paths import NAME, NODES
 from orchestrate.plan.plan import Inventory, Placement, Plan
-from orchestrate.record.outcomes import Activity, WorkerExit
+from orchestrate.record.outcomes import Activity, Stack, WorkerExit
 from orchestrate.record.paths import JobPaths
 from orchestrate.spec.causes import Reason
 from orchestrate.spec.spec import JobSpec
@@ -122,6 +122,9 @@ class Session(Protocol):
 
     def activity(self) -> dict[int, Activity]:
         """Report what the running workers are doing, by rank, as far as their nodes know."""
+
+    def stacks(self) -> dict[int, Stack]:
+        """Return the stacks of the running workers, which go on, by rank."""
 
     def explain(self, end: WorkerExit, node: str) -> Reason | None:
         """Return the cause of a worker's end; None if only its exit code is known."""

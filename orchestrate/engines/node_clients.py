@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import selectors
 import socket
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,9 +17,10 @@ from orchestrate.engines.connection import ANSWER_TIMEOUT, NodeConnection
 from orchestrate.errors import EngineError, EngineLost, UsageError
 from orchestrate.host import records
 from orchestrate.node import protocol
+from orchestrate.node.stacks import MAX_STACK
 from orchestrate.node.worker import FAILED_TO_START
 from orchestrate.plan.plan import Plan, WorkerPlan
-from orchestrate.record.outcomes import LOST_EXIT_CODE, TERMINATED_EXIT_CODE, Activity, Use, WorkerExit
+from orchestrate.record.outcomes import LOST_EXIT_CODE, TERMINATED_EXIT_CODE, Activity, Stack, Use, WorkerExit
 from orchestrate.spec import secret_files
 from orchestrate.spec.causes import Reason
 from orchestrate.spec.spec import JobSpec
@@ -27,6 +28,7 @@ from orchestrate.spec.spec import JobSpec
 log = logging.getLogger(__name__)
 
 NODE_EXIT_TIMEOUT = 5.0  # maximum seconds for a node to exit
+STACKS_TIMEOUT = 3.0  # seconds to wait for stacks; a node waits for one second
 STATUS_TIMEOUT = 1.0  # seconds to wait for a status during a job; a paused node sends none
 
 
@@ -78,6 +80,7 @@ class NodeClients:
         self.ended: list[tuple[float, WorkerExit]] = []  # not yet reported, with Unix times
         self.broken: set[str] = set()  # nodes whose connection has closed
         self.statuses: dict[str, protocol.Status] = {}  # last status by node
+        self.shown: dict[int, Stack] = {}  # by rank
         self.cleaned: set[str] = set()  # nodes that have confirmed their cleanup
         self.refused: set[str] = set()  # nodes whose refusal was reported; code in an image could repeat it forever
 
@@ -137,6 +140,14 @@ class NodeClients:
             if doing and doing["state"]:  # only on systems with /proc
                 found[rank] = Activity(doing["state"], doing["cpu"], doing.get("memory", 0), _use(states[node], rank))
         return found
+
+    def stacks(self) -> dict[int, Stack]:
+        """Return the stacks of the running workers, which go on, by rank."""
+        states, self.shown = self.activity(), {}
+        self.broadcast(protocol.GetStacks())
+        self._listen_while(lambda: self.running.keys() & states.keys() - self.shown.keys(), STACKS_TIMEOUT)
+        known = {rank: Stack("", protocol.SILENT, doing.state) for rank, doing in states.items()}
+        return dict.fromkeys(self.running, Stack("", protocol.SILENT)) | known | self.shown
 
     def out_of_memory(self, end: WorkerExit) -> Reason | None:
         """Return the reason if the kernel killed a worker, or a child of it, for lack of memory."""
@@ -204,18 +215,14 @@ class NodeClients:
         nodes, self.cleaned = set(nodes), set()
         self.connect(nodes)
         self.broadcast(protocol.Clean())
-        deadline = self.clock.monotonic() + ANSWER_TIMEOUT
-        while (nodes & self.connections.keys()) - self.cleaned and self.clock.monotonic() < deadline:
-            self.listen(0.1)
+        self._listen_while(lambda: (nodes & self.connections.keys()) - self.cleaned, ANSWER_TIMEOUT)
         return nodes - self.cleaned
 
     def ask(self, nodes: Iterable[str], patience: float = ANSWER_TIMEOUT) -> dict[str, protocol.Status]:
         """Return the status of each node that responds within `patience` seconds."""
         self.statuses = {}
         asked = {node for node in nodes if self._send(node, protocol.GetStatus())}
-        deadline = self.clock.monotonic() + patience
-        while (asked & self.connections.keys()) - self.statuses.keys() and self.clock.monotonic() < deadline:
-            self.listen(0.1)
+        self._listen_while(lambda: (asked & self.connections.keys()) - self.statuses.keys(), patience)
         return self.statuses
 
     def broadcast(self, request: protocol.Request) -> None:
@@ -236,6 +243,12 @@ class NodeClients:
                 self._handle(key.data, report)
 
     # --- details
+
+    def _listen_while(self, missing: Callable[[], object], patience: float) -> None:
+        """Receive messages while something is missing, for `patience` seconds at most."""
+        deadline = self.clock.monotonic() + patience
+        while missing() and self.clock.monotonic() < deadline:
+            self.listen(0.1)
 
     def _resolve(self, nodes: set[str]) -> None:
         """Handle closed connections: either the node has ended, even if it is still listed, or only the connection.
@@ -312,7 +325,7 @@ class NodeClients:
             for rank in [rank for rank in self.on(node) if rank not in self.pids]:
                 self._record_exit(rank, FAILED_TO_START, self.clock.time(), stopping=False)
         elif (
-            not isinstance(report, protocol.Started | protocol.Listening | protocol.Ended)
+            not isinstance(report, protocol.Started | protocol.Listening | protocol.Stack | protocol.Ended)
             or report.generation != self.generation
         ):
             return  # from an earlier generation
@@ -321,6 +334,8 @@ class NodeClients:
                 self._start_queued()
         elif self.running.get(report.rank) != node:
             return  # its exit was recorded already, or it belongs to another node
+        elif isinstance(report, protocol.Stack):
+            self.shown[report.rank] = Stack(report.text[:MAX_STACK], report.why)
         elif isinstance(report, protocol.Started):
             self.pids[report.rank] = report.pid
             self._start_queued()
@@ -338,8 +353,7 @@ def _use(state: protocol.Status, rank: int) -> Use | None:
 
 
 def _as_use(facts: dict[str, Any] | None) -> Use | None:
-    names = [field.name for field in dataclasses.fields(Use)]
-    return Use(**{name: facts[name] for name in names if name in facts}) if facts else None
+    return Use(**{field.name: facts[field.name] for field in fields(Use) if field.name in facts}) if facts else None
 
 
 def key_of(run: Path) -> bytes:
@@ -376,6 +390,10 @@ class ClientSession:
     def activity(self) -> dict[int, Activity]:
         """Report what the running workers are doing."""
         return self.clients.activity()
+
+    def stacks(self) -> dict[int, Stack]:
+        """Return the stacks of the running workers."""
+        return self.clients.stacks()
 
     def stop(self, how: Stop) -> None:
         """Stop all workers."""

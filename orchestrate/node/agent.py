@@ -23,6 +23,7 @@ from orchestrate.node.local_env import local_env
 from orchestrate.node.loop import Loop
 from orchestrate.node.output import print_message
 from orchestrate.node.ranks import FENCE, Env, fence
+from orchestrate.node.stacks import collect
 from orchestrate.node.status import StatusServer
 from orchestrate.node.store import blocked
 from orchestrate.node.traffic import Traffic
@@ -129,10 +130,18 @@ class Agent:
                 channel.send(protocol.Cleaned())
             case protocol.GetStatus():
                 channel.send(self.status())
+            case protocol.GetStacks():
+                self.collect_stacks()
             case protocol.Lease(relay):
                 if self.lease:
                     self.lease.end()
                 self.lease = Lease(self.loop, self.key, (relay[0], relay[1]), self.cut_off)
+
+    def collect_stacks(self) -> None:
+        """Report the stack of each worker."""
+        generation, pids = self.generation, self._pids()
+        running = {rank: (pid, self.workers[rank].stack) for rank, pid in pids.items()}
+        collect(self.loop, running, lambda *found: self.report(protocol.Stack(generation, *found)))
 
     def transfer(self, channel: Channel, request: protocol.Upload | protocol.GetChanges | protocol.Read) -> None:
         """Send or receive files."""
@@ -158,8 +167,8 @@ class Agent:
         kill(self.loop.workers, signal.SIGKILL)
         self.loop.end_leftovers(MAX_KILLING)
 
-    def report(self, report: protocol.Started | protocol.Listening | protocol.Ended) -> None:
-        """Send a report about a worker, or torch's store, to all clients."""
+    def report(self, report: protocol.Report) -> None:
+        """Send a report to all clients."""
         for channel in list(self.channels):
             channel.send(report)
 

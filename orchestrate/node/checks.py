@@ -15,6 +15,7 @@ MAX_NUMBER = 10**9 - 1  # the largest of them
 MAX_NODES, MAX_WORKERS = 10_000, 1024  # of a job, and of each of its nodes
 MAX_VALUES = 1_000_000  # of a file that is read whole
 VALUE = re.compile(rb'"[^"]*"|[,\[{]')
+STATE = re.compile(r"[A-Za-z]?")  # as in proc(5), or unknown
 Check = Callable[[Any], str]
 
 
@@ -148,6 +149,23 @@ def address(value: Any) -> str:
     except (OSError, TypeError, ValueError):
         right = False
     return "" if right else " must be an IPv4 address and a port"
+
+
+def facts(value: Any) -> str:
+    """Facts of a file; file systems may report times far from now."""
+    right = (
+        isinstance(value, list) and len(value) == 4 and all(type(one) is int and abs(one) < 1 << 96 for one in value)
+    )
+    return "" if right else " must be size, time of change, inode and mode"
+
+
+def doing(value: Any) -> str:
+    """The process of a worker: process id, state as in proc(5), CPU time, and memory, if its node reports it."""
+    if not isinstance(value, dict) or not {"pid", "state", "cpu"} <= value.keys():
+        return " must be the state of a process"
+    right = isinstance(value["state"], str) and STATE.fullmatch(value["state"])
+    state = "" if right else " must be a state of proc(5)"
+    return up_to(1 << 31)(value["pid"]) or state or time(value["cpu"]) or up_to(1 << 62)(value.get("memory", 0))
 
 
 # --- several values

@@ -12,7 +12,6 @@ They are named tuples, since importing dataclasses would take a node ten millise
 
 import functools
 import json
-import re
 import socket
 import struct
 from collections.abc import Callable, Mapping
@@ -26,13 +25,13 @@ MAX_GREETING = 1 << 7  # bytes of each line at the start of a signed connection
 SEND_TIMEOUT = 5.0  # seconds after which a node closes a connection whose peer does not read
 LEASE_TIMEOUT = 8.0  # seconds without an answer after which a node on another machine ends its workers; see lease.py
 RENEW_INTERVAL = 1.0  # seconds between two requests to renew a lease
+STARTING, UNABLE, SILENT = "starting", "unable", "silent"  # why there is no stack of a worker
 MAX_DIGITS = 18  # digits of a number, which is then below 2^63
 MAX_REPORT = 16 << 20  # bytes of a report: the list of all files of a node is one
 MAX_VALUES = 2_500_000  # in a report: each file has six
 # Prefixes of reports that may be long; maximum bytes of any other report.
 LONG_REPORTS, MAX_SHORT_REPORT = (b'{"say": "changes", ', b'{"say": "piece", '), 1 << 20
 
-STATE = re.compile(r"[A-Za-z]?")  # as in proc(5), or unknown
 Flag = Annotated[bool, checks.flag]
 Text = Annotated[str, checks.text]
 AnyText = Annotated[str, checks.any_text]
@@ -47,23 +46,6 @@ _hint = checks.one_of(("", "oom", "ending", "cut off"))
 Hint = Annotated[str, _hint]
 Tags = Annotated[dict[str, str], checks.mapping(checks.any_text)]  # the digest of the last upload, by folder
 Environment = Annotated[dict[str, str], checks.environment]
-
-
-def _facts(value: Any) -> str:
-    """Facts of a file; file systems may report times far from now."""
-    right = (
-        isinstance(value, list) and len(value) == 4 and all(type(one) is int and abs(one) < 1 << 96 for one in value)
-    )
-    return "" if right else " must be size, time of change, inode and mode"
-
-
-def _doing(value: Any) -> str:
-    """The process of a worker: process id, state as in proc(5), CPU time, and memory, if its node reports it."""
-    if not isinstance(value, dict) or not {"pid", "state", "cpu"} <= value.keys():
-        return " must be the state of a process"
-    right = isinstance(value["state"], str) and STATE.fullmatch(value["state"])
-    state = "" if right else " must be a state of proc(5)"
-    return up_to(1 << 31)(value["pid"]) or state or checks.time(value["cpu"]) or up_to(1 << 62)(value.get("memory", 0))
 
 
 def _use(value: Any) -> str:
@@ -81,7 +63,7 @@ def _launcher(value: Any) -> str:
     return "" if value in ("", *map(named, LAUNCHERS)) else " must be a launcher"
 
 
-Facts = Annotated[list[int], _facts]  # size, time of change in nanoseconds, inode, mode
+Facts = Annotated[list[int], checks.facts]  # size, time of change in nanoseconds, inode, mode
 
 
 # --- requests
@@ -126,6 +108,10 @@ class End(NamedTuple):
 
 class GetStatus(NamedTuple):
     """Report the state of the workers."""
+
+
+class GetStacks(NamedTuple):
+    """Report the stack of each worker, which goes on."""
 
 
 class Lease(NamedTuple):
@@ -193,11 +179,20 @@ class Status(NamedTuple):
     generation: Generation
     codes: Annotated[dict[str, int], checks.mapping(up_to(255), checks.numeral)]  # by rank, of those that have ended
     hints: Annotated[dict[str, str], checks.mapping(_hint, checks.numeral)]
-    running: Annotated[dict[str, dict[str, Any]], checks.mapping(_doing, checks.numeral)]  # by rank: pid, state, cpu
+    running: Annotated[dict[str, dict[str, Any]], checks.mapping(checks.doing, checks.numeral)]  # by rank
     tags: Tags
     time: Time  # by the node's clock
     importing: Flag  # whether the node imports modules that its workers will need
     uses: Annotated[dict[str, dict[str, Any]], checks.mapping(_use, checks.numeral)] | None = None  # by rank, if known
+
+
+class Stack(NamedTuple):
+    """The stack of a worker's main thread, as Python's fault handler prints it, or why there is none."""
+
+    generation: Generation
+    rank: Rank
+    text: AnyText
+    why: Annotated[str, checks.one_of(("", STARTING, UNABLE, SILENT))]
 
 
 class Cleaned(NamedTuple):
@@ -220,7 +215,7 @@ class Changes(NamedTuple):
     """What is new in a folder. Hidden files are not listed, nor are uploaded files that have not changed."""
 
     logs: Annotated[dict[str, str], checks.mapping(checks.any_text)]  # new bytes in base64, without holes, by path
-    files: Annotated[dict[str, list[int]], checks.mapping(_facts, checks.path)]
+    files: Annotated[dict[str, list[int]], checks.mapping(checks.facts, checks.path)]
     links: Annotated[dict[str, str], checks.mapping(checks.path, checks.path)]
     gone: Annotated[list[str], checks.list_of(checks.path)]  # uploaded files that have been removed
 
@@ -264,8 +259,8 @@ class Run(NamedTuple):
     envs: Annotated[list[dict[str, str]], checks.environments]
 
 
-Request = Start | Stop | Freeze | Dump | Clean | End | GetStatus | Lease | Upload | GetChanges | Read
-Report = Started | Listening | Ended | Status | Cleaned | Refusal | Uploaded | Changes | Piece | Failed
+Request = Start | Stop | Freeze | Dump | Clean | End | GetStatus | GetStacks | Lease | Upload | GetChanges | Read
+Report = Started | Listening | Ended | Status | Stack | Cleaned | Refusal | Uploaded | Changes | Piece | Failed
 REQUESTS: dict[str, type] = {
     "start": Start,
     "stop": Stop,
@@ -274,6 +269,7 @@ REQUESTS: dict[str, type] = {
     "clean": Clean,
     "end": End,
     "status": GetStatus,
+    "stacks": GetStacks,
     "lease": Lease,
     "upload": Upload,
     "changes": GetChanges,
@@ -284,6 +280,7 @@ REPORTS: dict[str, type] = {
     "listening": Listening,
     "ended": Ended,
     "status": Status,
+    "stack": Stack,
     "cleaned": Cleaned,
     "refused": Refusal,
     "uploaded": Uploaded,

@@ -50,7 +50,7 @@ class Store:
         with self.server:
             if zygote and zygote.ready:
                 try:
-                    self.process = zygote.fork(command, env, "/", sys.stderr.fileno(), self.server.fileno())
+                    self.process = zygote.fork(command, env, "/", self.server.fileno(), sys.stderr.fileno())
                     return
                 except OSError as error:
                     failed(str(error))

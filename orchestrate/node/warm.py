@@ -107,14 +107,14 @@ class Zygote:
         answer = self._receive()
         self._settle(answer.get("ready") is True, str(answer.get("why", "the process that forks workers exited")))
 
-    def fork(self, command: list[str], env: Mapping[str, str], cwd: str | None, output: int, *stdin: int) -> Forked:
-        """Fork a worker whose output goes to the descriptor, and which reads another one, if that is given.
+    def fork(self, command: list[str], env: Mapping[str, str], cwd: str | None, *descriptors: int) -> Forked:
+        """Fork a worker; the descriptors are its input, its output and, if given, a file for its stack.
 
         Raises OSError: EMSGSIZE if the message is too long, another error if the zygote does not respond, even if it
         has forked.
         """
         message = json.dumps({"command": command, "env": env, "cwd": cwd or os.getcwd()})
-        socket.send_fds(self.sock, [message.encode()], [output, *stdin])
+        socket.send_fds(self.sock, [message.encode()], descriptors)
         pid = self._receive().get("pid")
         if type(pid) is not int or pid <= 1:  # a signal to -1 would reach every process
             raise OSError(errno.ETIMEDOUT, "the process that forks workers does not respond")

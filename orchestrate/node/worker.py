@@ -13,6 +13,7 @@ from typing import Any, BinaryIO
 from orchestrate.node.command import expanded, of_python, words
 from orchestrate.node.output import print_message, stdout
 from orchestrate.node.ranks import Env
+from orchestrate.node.stacks import Stack
 from orchestrate.node.trees import FOLDER, opened
 from orchestrate.node.warm import Forked, Zygote, die_with_parent, fields, processes
 
@@ -51,16 +52,19 @@ class Worker:
         self.cancelled: int | None = None  # the exit code if it was ended before it started
         self.partial = b""
         self.process: subprocess.Popen[bytes] | Forked | None = None
+        self.stack: Stack | None = None  # if it was forked
         self.output, self.input = os.pipe()
         os.set_blocking(self.output, False)
         self.log = Log(env)
 
     def start(self, zygote: Zygote | None) -> None:
         """Fork it from `zygote` if it is for Python, or start a process; raises OSError if that fails."""
-        if zygote and of_python(self.command):
-            self.process = zygote.fork(self.command, self.env, self.cwd, self.input)
-        else:
-            with _stdin(self.env) as stdin:
+        with _stdin(self.env) as stdin:
+            if zygote and of_python(self.command):
+                self.stack = Stack()
+                files = [file for file in (stdin.fileno(), self.input, self.stack.file) if file >= 0]
+                self.process = zygote.fork(self.command, self.env, self.cwd, *files)
+            else:
                 self.process = subprocess.Popen(
                     words(self.command),
                     env=self.env,
@@ -161,6 +165,8 @@ class Worker:
         self._drain()
         self._write(b"")
         self.log.close()
+        if self.stack:
+            self.stack.close()
         code, self.closed = self.poll(), True
         assert code is not None
         self.done(code)

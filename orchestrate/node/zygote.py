@@ -3,8 +3,8 @@
     python -u zygote.py SOCKET NODE_PID PADDING MODULE…
 
 A separate program that uses only the standard library, since workers inherit what it imports. It reports whether it is
-ready. Then each message describes a worker to start, `{"command", "env", "cwd"}`, with the descriptors of its output
-and, if it has one, its input; the answer is its process id. The node adopts and reaps it.
+ready. Then each message describes a worker to start, `{"command", "env", "cwd"}`, with the descriptors of its input,
+its output and, for its stack, a file; the answer is its process id. The node adopts and reaps it.
 
 Modules of the job's folder are imported only after the node sends `GO`, when its network has the filter. Nothing else
 is imported from there. Each worker reads its own message, so its content, such as a secret in the environment, is never
@@ -23,9 +23,10 @@ STARTED = set(sys.modules)  # modules that every interpreter imports at its star
 import atexit
 import contextlib
 import ctypes
+import faulthandler
+import fcntl
 import functools
 import gc
-import importlib
 import importlib.machinery
 import importlib.util
 import json
@@ -41,13 +42,11 @@ from _io import _IOBase
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-MAX_MESSAGE = 1 << 20  # bytes of a message
 GO, READ = b"g", b"r"
+SHOW_STACK, FAR = 46, 1000  # a real-time signal, and a descriptor that scripts neither close nor use again
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_NAME = 1, 4, 15  # of Linux' prctl(2)
 MAX_EXIT = 10.0  # seconds in which a failed script must have ended, or in the grace period if that is shorter
-LOST_OUTPUT = 120  # Python's exit code if it cannot flush stdout or stderr
 DEVICES = ("/dev/nvidiactl", "/dev/dxg")  # one of them exists if there are GPUs; the latter on WSL
-UNIFIED = "/dev/nvidia-uvm"  # the device for unified memory
 PRELOADED: set[str] = set()  # the modules that were imported before the fork
 BEFORE_FORK: list[Callable[[], None]] = []  # steps that undo what is only for modules imported before it
 libc = ctypes.CDLL(None)
@@ -125,7 +124,7 @@ def used_cuda() -> bool:
     with contextlib.suppress(AttributeError):
         if torch is not None and torch.cuda._is_in_bad_fork() and any(map(os.path.exists, DEVICES)):
             return True
-    return any(os.path.realpath(f"/proc/self/fd/{name}").startswith(UNIFIED) for name in os.listdir("/proc/self/fd"))
+    return any("/dev/nvidia-uvm" in os.path.realpath(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd"))
 
 
 def startup_variables(env: dict[str, str]) -> dict[str, str]:
@@ -154,23 +153,24 @@ def shadows(entry: os.DirEntry[str]) -> bool:
     return entry.name.endswith((".py", ".so")) or os.path.isfile(f"{entry.path}/__init__.py")
 
 
-def become(command: list[str], env: dict[str, str], cwd: str, node: int, output: int, *stdin: int) -> NoReturn:
+def become(command: list[str], env: dict[str, str], cwd: str, node: int, descriptors: list[int]) -> NoReturn:
     """Become the worker; runs in the forked child, which the node adopts."""
     libc.prctl(PR_SET_DUMPABLE, 1)  # otherwise /proc/self would belong to root
     os.setsid()
-    for _ in range(1000):
-        if os.getppid() == node:
-            break
+    deadline = time.monotonic() + 1
+    while os.getppid() != node and time.monotonic() < deadline:
         time.sleep(0.001)
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != node:
         os._exit(128 + signal.SIGKILL)
-    for path in (os.devnull, env.get("WORKER_STDIN", "")):
-        with contextlib.suppress(OSError), open(path, "rb") as file:  # the job may have removed it
-            os.dup2(file.fileno(), 0)
-    for number, descriptor in [*((0, each) for each in stdin), (1, output), (2, output)]:
+    stdin, output, *stacks = descriptors
+    for number, descriptor in ((0, stdin), (1, output), (2, output)):
         os.dup2(descriptor, number)
-    os.close(output)
+    for file in stacks:
+        with contextlib.suppress(OSError):  # fewer descriptors are allowed
+            faulthandler.register(SHOW_STACK, fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, FAR), all_threads=False)
+    for descriptor in descriptors:
+        os.close(descriptor)
     os.chdir(cwd)
     if cores := env.get("WORKER_CORES"):
         with contextlib.suppress(Exception):  # not numbers, or not allowed
@@ -277,7 +277,7 @@ def finish(code: int) -> NoReturn:
         for step in (threading._shutdown, atexit._run_exitfuncs):  # type: ignore[attr-defined]
             run_step(step)
         if not flush_output():
-            code = LOST_OUTPUT
+            code = 120  # as Python
         # Only what is newer than the fork is collected; the rest is frozen. A file in a cycle may lose its buffer then.
         for step in (flush, reset_signals, drop_new_modules, gc.collect, flush):
             run_step(step)
@@ -355,18 +355,18 @@ def fork(control: socket.socket, node: int) -> int:
         if child:
             os.write(writer, b"%d" % child)
             os._exit(0)
-        data, descriptors, _, _ = socket.recv_fds(control, MAX_MESSAGE, 2)
+        data, descriptors, _, _ = socket.recv_fds(control, 1 << 20, 3)
         os.write(writer, READ)
         for descriptor in (reader, writer, control.detach()):
             os.close(descriptor)
-        become(*map(json.loads(data).get, ("command", "env", "cwd")), node, *descriptors)
+        become(**json.loads(data), node=node, descriptors=descriptors)
     os.close(writer)
     os.waitpid(between, 0)
     with os.fdopen(reader, "rb") as pipe:
-        reply = pipe.read()
-    if READ not in reply:  # the next worker would read its message
+        before, read, after = pipe.read().partition(READ)
+    if not read:  # the next worker would read its message
         raise ValueError("a worker has not read its message")
-    return int(reply.replace(READ, b""))
+    return int(before + after)
 
 
 def main() -> None:

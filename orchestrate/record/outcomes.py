@@ -55,6 +55,15 @@ class Activity:
     use: Use | None = None  # None if unknown
 
 
+@dataclass(frozen=True)
+class Stack:
+    """What a running worker's main thread is doing."""
+
+    text: str  # its frames as Python's fault handler prints them, the innermost first; empty if they are unknown
+    why: str = ""  # why they are unknown, as in `protocol.Stack`
+    state: str = ""  # as in `Activity`
+
+
 @dataclass(frozen=True, kw_only=True)
 class Cause:
     """Why a generation failed."""

@@ -101,6 +101,16 @@ class JobPaths:
         return self.root / "usage.asked"
 
     @property
+    def stacks(self) -> Path:
+        """Stacks of the workers, as JSON, for another process."""
+        return self.root / "stacks.json"
+
+    @property
+    def stacks_asked(self) -> Path:
+        """The file by which another process asks for `stacks`."""
+        return self.root / "stacks.asked"
+
+    @property
     def fence(self) -> Path:
         """The fence: the generation whose workers may save, and start unless it is `over`."""
         return self.shared / FENCE

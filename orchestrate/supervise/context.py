@@ -14,7 +14,7 @@ from orchestrate.errors import EngineError
 from orchestrate.plan.plan import Plan
 from orchestrate.record.events import DiskFull, Event, WarningIssued
 from orchestrate.record.history import History
-from orchestrate.record.outcomes import Activity, JobResult, Outcome
+from orchestrate.record.outcomes import Activity, JobResult, Outcome, Stack
 from orchestrate.record.recorder import Recorder
 from orchestrate.spec.spec import JobSpec
 from orchestrate.supervise.job_files import JobFiles
@@ -36,6 +36,14 @@ class UsageSink:
 
     def record(self, found: Mapping[int, Activity]) -> None:
         """Record the activity of the workers, by rank."""
+
+    @property
+    def wants_stacks(self) -> bool:
+        """Whether to ask nodes for the stacks of their workers."""
+        return False
+
+    def record_stacks(self, found: Mapping[int, Stack]) -> None:
+        """Record the stacks of the workers, by rank."""
 
 
 class Over(Exception):

@@ -11,7 +11,7 @@ from orchestrate.plan.plan import Plan
 from orchestrate.record import events, report
 from orchestrate.record.outcomes import LOST_EXIT_CODE, Cause, GenerationResult, Outcome, WorkerExit
 from orchestrate.spec.causes import Reason
-from orchestrate.supervise import hang
+from orchestrate.supervise import hang, stacks
 from orchestrate.supervise.checkpoint_events import Saves
 from orchestrate.supervise.context import BY_MAX_RUN, BY_USER, ENGINE_TIMEOUT, JobContext
 from orchestrate.supervise.diagnosis import traits
@@ -188,6 +188,8 @@ class Generation:
             self.watched = self.clock.monotonic()
             if self.job.usage.wanted:
                 self.job.usage.record(self.job.session.activity())
+        if self.job.usage.wants_stacks:
+            self.job.usage.record_stacks(self.job.session.stacks())
         self.saves.step()
         self._check_troubles(seen.troubles)
         if self.why or self.hung:
@@ -305,7 +307,7 @@ class Generation:
     def _find_hang_cause(self, states: dict[int, str]) -> Cause:
         """Return the cause of a hang: a worker whose script has failed, or the one that the others wait for."""
         logs = {rank: self.files.text(rank) for rank in sorted(states)}
-        stands = {rank: hang.parse_position(log) for rank, log in logs.items()}
+        stands = {rank: stacks.parse_position(log) for rank, log in logs.items()}
         for rank, stand in stands.items():
             if hang.has_failed(logs[rank], stand):
                 return self._diagnosis(WorkerExit(rank, 1), None, hang.STUCK)

@@ -1,14 +1,13 @@
-"""Detect a hang, parse the stacks of the workers, and find the worker that the others wait for."""
+"""Detect a hang, and find the worker that the others wait for."""
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Mapping
 
-from orchestrate.dataclass import dataclass
 from orchestrate.supervise.context import JobContext
 from orchestrate.supervise.diagnosis.tracebacks import before_dump, ends_with_error
+from orchestrate.supervise.stacks import Position
 
 IDLE = 0.05  # share of a core; a worker that waits for its peers uses less, although torch polls
 STATES = {
@@ -18,39 +17,6 @@ STATES = {
 }
 FROZEN = ("T", "t")
 STUCK = "failed, but its threads or child processes kept it from exiting"  # a worker for which `has_failed`
-WAITING = ("/torch/distributed/", "/torch/autograd/", "/torch/nn/parallel/")  # code in which a rank waits for others
-_FRAME = re.compile(r'^ *File "(.+)", line (\d+) in (\S+)', re.M)
-_LIBRARY = re.compile(r"/(site|dist)-packages/|/lib/python3|^<frozen|/orchestrate/node/zygote\.py$")
-
-
-@dataclass(frozen=True)
-class Position:
-    """A worker's position in its main thread."""
-
-    where: str  # FILE:LINE in FUNCTION, in the user's code if possible
-    inner: str  # the innermost function
-    waits: bool  # whether it waits in a collective
-    own: bool = True  # whether it is in code of the user
-
-
-def parse_position(log: str) -> Position | None:
-    """Parse the last stack that Python's fault handler printed for the main thread; None if there is none."""
-    return position(log.rpartition("Fatal Python error: ")[2] if "Fatal Python error: " in log else "")
-
-
-def position(dump: str) -> Position | None:
-    """Parse the stack of the main thread in the stacks that Python's fault handler has printed; None without one."""
-    blocks = re.split(r"^(?:Current thread|Thread) 0x.*\n", dump, flags=re.M)[1:]
-    heads = re.findall(r"^(Current thread|Thread) 0x", dump, flags=re.M)
-    found = [_FRAME.findall(block) for block in blocks]
-    current = [frames for head, frames in zip(heads, found) if head.startswith("Current") and frames]
-    frames = (current or [frames for frames in found if frames] or [[]])[-1]
-    if not frames:
-        return None
-    own = [frame for frame in frames if not _LIBRARY.search(frame[0])] or frames
-    file, line, function = own[0]
-    waits = any(part in frame[0] for frame in frames[:8] for part in WAITING)
-    return Position(f"{file}:{line} in {function}", frames[0][2], waits, own is not frames)
 
 
 def has_failed(log: str, stand: Position | None) -> bool:

@@ -19,7 +19,7 @@ from orchestrate.errors import OrchestrateError, UsageError
 from orchestrate.files import folder, log_file
 from orchestrate.host import records
 from orchestrate.plan.plan import Plan
-from orchestrate.record import lock, report, run_dir, usage
+from orchestrate.record import lock, report, run_dir, stacks, usage
 from orchestrate.record.events import OURS, Event, GenerationStarted, JobEnded, NodesDown, SupervisorStarted
 from orchestrate.record.history import History
 from orchestrate.record.outcomes import JobResult, Outcome
@@ -237,6 +237,7 @@ def _finish(job: JobContext, data: dict[str, Any], show: Callable[[str], None]) 
         *([] if data["left_behind"] else [lambda: run_dir.move_from_cluster(paths)]),
         *([] if paths.cluster and data["left_behind"] else [lambda: folder.harmless(paths.shared)]),
         lambda: usage.remove(paths),
+        lambda: stacks.remove(paths),
         job.copies.publish,
     ]
     if not data["left_behind"]:

@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from orchestrate.plan.plan import Plan
-from orchestrate.record import usage
+from orchestrate.record import stacks, usage
 from orchestrate.record.events import Event
-from orchestrate.record.outcomes import Activity
+from orchestrate.record.outcomes import Activity, Stack
 from orchestrate.record.paths import JobPaths
 from orchestrate.record.progress import Progress
 from orchestrate.supervise.context import UsageSink
@@ -65,3 +65,15 @@ class SharedUsage(UsageSink):
                 usage.write(self.paths, found)
             except OSError as error:
                 log.debug("%s cannot be written: %s", self.paths.usage, error)
+
+    @property
+    def wants_stacks(self) -> bool:
+        """Whether another process asks for them."""
+        return stacks.asked(self.paths)
+
+    def record_stacks(self, found: Mapping[int, Stack]) -> None:
+        """Write the stacks of the workers, by rank."""
+        try:
+            stacks.answer(self.paths, found)
+        except OSError as error:
+            log.debug("%s cannot be written: %s", self.paths.stacks, error)

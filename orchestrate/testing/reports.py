@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from orchestrate.supervise.hang import late, position
+from orchestrate.supervise.hang import late
+from orchestrate.supervise.stacks import grouped, position
 
 PHASES = ("setup", "call", "teardown")
 MAX_TEXT = 200  # characters that are shown of another rank's error
@@ -104,12 +105,10 @@ def stacks(found: Mapping[int, str], ranks: list[int]) -> str:
     """Return the rank that the others wait for, and the stacks of the main threads of ranks, equal ones once."""
     if not ranks:
         return ""
-    groups: dict[str, list[int]] = {}
-    for rank in ranks:
-        groups.setdefault(_own(found.get(rank, "")), []).append(rank)
+    groups = grouped({rank: _own(found.get(rank, "")) for rank in ranks})
     rank, what = late({}, {rank: position(found.get(rank, "")) for rank in ranks})
     head = [f"rank {rank} {what}"] if len(groups) > 1 else []
-    return "\n".join([*head, *(f"{named(group)}:\n{text or '  no stack'}" for text, group in groups.items())])
+    return "\n".join([*head, *(f"{named(group)}:\n{text or '  no stack'}" for group, text in groups)])
 
 
 def _own(stacks: str) -> str:

@@ -10,6 +10,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "listening": {"generation": 0},
     "ended": {"generation": 0, "rank": 0, "code": 0, "at": 1.0, "hint": "", "stopping": False},
     "status": {"generation": 0, "codes": {}, "hints": {}, "running": {}, "tags": {}, "time": 1.0, "importing": False},
+    "stack": {"generation": 0, "rank": 0, "text": "", "why": ""},
     "cleaned": {},
     "refused": {"error": "why"},
     "failed": {"error": "why"},

@@ -8,7 +8,7 @@ from pathlib import Path
 from orchestrate.engines.base import Engine, JobState, Observed, Session, Stop, never
 from orchestrate.errors import EngineError
 from orchestrate.plan.plan import Inventory, Placement, Plan, names
-from orchestrate.record.outcomes import Activity, WorkerExit
+from orchestrate.record.outcomes import Activity, Stack, WorkerExit
 from orchestrate.spec.causes import Reason
 from orchestrate.spec.spec import JobSpec
 
@@ -136,6 +136,10 @@ class RecordingEngine:
     def activity(self) -> dict[int, Activity]:
         """Report all running workers as sleeping."""
         return {rank: Activity("S", 1.0) for rank in self.running}
+
+    def stacks(self) -> dict[int, Stack]:
+        """Report where all running workers are."""
+        return {rank: Stack(f'  File "train.py", line {rank} in step\n', state="S") for rank in self.running}
 
     def explain(self, end: WorkerExit, node: str) -> Reason | None:
         """Return None: only the exit code is known."""

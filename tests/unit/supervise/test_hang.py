@@ -8,7 +8,8 @@ from support.scripted import ALL_WELL
 from orchestrate.errors import EngineLost
 from orchestrate.record.outcomes import Activity, JobResult, Outcome, WorkerExit
 from orchestrate.spec.spec import JobSpec
-from orchestrate.supervise.hang import Position, late, parse_position
+from orchestrate.supervise.hang import late
+from orchestrate.supervise.stacks import Position, parse_position
 
 TORCH = "/usr/lib/python3/dist-packages/torch"
 REDUCE = (f"{TORCH}/distributed/distributed_c10d.py", 2501, "all_reduce")

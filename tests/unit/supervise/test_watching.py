@@ -2,6 +2,7 @@
 
 import threading
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from support.commanded import Whole, create, supervise, watched
@@ -10,7 +11,7 @@ from support.recording import RecordingEngine
 from support.scripted import ALL_WELL, KILLED
 
 from orchestrate import console
-from orchestrate.record import usage
+from orchestrate.record import stacks, usage
 from orchestrate.record.events import Event, JobEnded, SupervisorStarted
 from orchestrate.record.paths import JobPaths
 from orchestrate.show.screen import Display, Screen
@@ -67,6 +68,16 @@ def test_what_workers_use_must_be_written_while_another_process_asks_for_it(path
     supervise(paths, engine)
     assert seen == [set(), {0, 1, 2}]
     assert not paths.usage.exists() and not paths.usage_asked.exists()
+
+
+def test_stacks_must_be_written_once_each_time_that_another_process_asks_for_them(paths):
+    engine, seen, asked = Whole([[], [], [], ALL_WELL]), list[Any](), list[int]()
+    engine.wait = before(engine.wait, lambda: seen.append(stacks.read(paths)))
+    engine.stacks = before(engine.stacks, lambda: asked.append(len(seen)))
+    engine.wait = before(engine.wait, lambda: stacks.ask(paths) if len(seen) == 1 else None)
+    supervise(paths, engine)
+    assert seen[:2] == [None, None] and {*seen[2]} == {0, 1, 2} and "line 1 in step" in seen[2][1].text
+    assert asked == [2] and not paths.stacks.exists() and not paths.stacks_asked.exists()
 
 
 @pytest.mark.parametrize(("output", "waiting"), [("", True), ("hello\n", False)])

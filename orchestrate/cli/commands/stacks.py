@@ -1,0 +1,89 @@
+"""`stacks`: where the workers of a running job are in their code."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Mapping, Sequence
+
+from orchestrate import console, errors
+from orchestrate.cli import display, find, options
+from orchestrate.cli.parser import Parser
+from orchestrate.clock import Clock
+from orchestrate.errors import OrchestrateError, UsageError
+from orchestrate.files.paths import WORK
+from orchestrate.node import protocol
+from orchestrate.record import lock, run_dir, stacks
+from orchestrate.record.outcomes import Stack
+from orchestrate.record.paths import JobPaths
+from orchestrate.supervise.hang import STATES
+from orchestrate.supervise.stacks import frames, grouped, position
+
+INTERVAL, TIMEOUT = 0.02, 15.0  # seconds between two looks for an answer, and to wait for it
+WHY = {
+    protocol.STARTING: "not started yet",
+    protocol.UNABLE: "no stack, since it is not a script that was started warm",
+    protocol.SILENT: "no answer",
+    "": "not in Python code",
+}
+
+
+def add_arguments(parser: Parser) -> None:
+    """Add the arguments of `stacks`."""
+    options.add_job_name(parser, latest=True)
+    options.add_runs(parser)
+    parser.add_argument("--ranks", metavar="N,N-N", help="show only these ranks")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print where each worker is; those with equal stacks are one group, and small groups come first."""
+    paths = find.paths_of(args)
+    spec, plan = run_dir.load(paths)
+    size, hide = len(plan.workers), spec.mask()
+    wanted = display.ranks(args.ranks, size) if args.ranks else range(size)
+    found = _ask(paths, args.clock)
+    texts = {rank: _described(found.get(rank)) for rank in wanted}
+    for folder in (f"{plan.placement.job_dir}/{WORK}/", f"{os.getcwd()}/"):
+        texts = {rank: text.replace(folder, "") for rank, text in texts.items()}
+    for ranks, text in grouped(texts):
+        console.out(hide(f"{_named(ranks)}: {text}"))
+    return errors.SUCCEEDED
+
+
+def _described(stack: Stack | None) -> str:
+    """Return what a worker is doing, and its stack."""
+    if not stack:
+        return "ended"
+    if not (found := position(stack.text)):
+        return STATES.get(stack.state, "").removeprefix("is ") or WHY.get(stack.why, WHY[""])
+    return f"{'waiting' if found.waits else 'running'} at {found.where}\n{frames(stack.text)}"
+
+
+def _named(ranks: Sequence[int]) -> str:
+    """Return the names of ranks, such as `rank 1` or `ranks 0-2, 5`."""
+    parts: list[list[int]] = []
+    for rank in ranks:
+        if parts and rank == parts[-1][-1] + 1:
+            parts[-1][1:] = [rank]
+        else:
+            parts.append([rank])
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join('-'.join(map(str, part)) for part in parts)}"
+
+
+def _ask(paths: JobPaths, clock: Clock) -> Mapping[int, Stack]:
+    """Return the stacks of running workers, by rank; raises OrchestrateError if the supervisor does not respond."""
+    deadline = clock.monotonic() + TIMEOUT
+    stacks.ask(paths)
+    try:
+        while (found := stacks.read(paths)) is None:
+            if run_dir.ended(paths):
+                raise UsageError(f"{paths.root.name} has ended", f"python -m orchestrate logs {paths.root.name}")
+            if not lock.holder(paths):
+                run_dir.unsupervised(paths)
+            if clock.monotonic() > deadline:
+                what = f"the supervisor of {paths.root.name} does not respond"
+                raise OrchestrateError(what, "try again once the workers have started")
+            clock.sleep(INTERVAL)
+    finally:
+        stacks.remove(paths)
+    return found

@@ -1,0 +1,43 @@
+"""Stacks of the workers of a running job, for another process: its supervisor writes them when that asks."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Mapping
+
+from orchestrate.files.folder import content, write_whole
+from orchestrate.record.outcomes import Stack
+from orchestrate.record.paths import JobPaths
+
+
+def ask(paths: JobPaths) -> None:
+    """Ask the supervisor of a job for the stacks of its workers; raises OSError."""
+    remove(paths)
+    os.close(os.open(paths.stacks_asked, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+
+
+def asked(paths: JobPaths) -> bool:
+    """Return whether another process has asked, and has no answer yet."""
+    return os.path.lexists(paths.stacks_asked)
+
+
+def answer(paths: JobPaths, found: Mapping[int, Stack]) -> None:
+    """Write the stacks of running workers, by rank; raises OSError."""
+    paths.stacks_asked.unlink(missing_ok=True)
+    rows = {rank: [stack.text, stack.why, stack.state] for rank, stack in found.items()}
+    write_whole(paths.stacks, json.dumps(rows) + "\n")
+
+
+def read(paths: JobPaths) -> dict[int, Stack] | None:
+    """Return the stacks of running workers, by rank; None if they have not been written."""
+    with contextlib.suppress(OSError, ValueError, TypeError, AttributeError, RecursionError):
+        return {int(rank): Stack(*map(str, row)) for rank, row in json.loads(content(paths.stacks)).items()}
+    return None
+
+
+def remove(paths: JobPaths) -> None:
+    """Remove the files; raises OSError."""
+    for path in (paths.stacks, paths.stacks_asked):
+        path.unlink(missing_ok=True)

@@ -1,0 +1,65 @@
+"""Stacks of workers, as Python's fault handler prints them: where each one is, and which are equal."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from orchestrate.dataclass import dataclass
+
+WAITING = ("/torch/distributed/", "/torch/autograd/", "/torch/nn/parallel/")  # code in which a rank waits for others
+NEAR = 8  # frames from the innermost one in which such code counts
+_FRAME = re.compile(r'^ *File "(.+)", line (\d+) in (\S+)', re.M)
+_LIBRARY = re.compile(r"/(site|dist)-packages/|/lib/python3|^<frozen|/orchestrate/node/zygote\.py$")
+
+
+@dataclass(frozen=True)
+class Position:
+    """A worker's position in its main thread."""
+
+    where: str  # FILE:LINE in FUNCTION, in the user's code if possible
+    inner: str  # the innermost function
+    waits: bool  # whether it waits in a collective
+    own: bool = True  # whether it is in code of the user
+
+
+def parse_position(log: str) -> Position | None:
+    """Parse the last stack that Python's fault handler printed for the main thread; None if there is none."""
+    return position(log.rpartition("Fatal Python error: ")[2] if "Fatal Python error: " in log else "")
+
+
+def position(dump: str) -> Position | None:
+    """Parse the stack of the main thread in the stacks that Python's fault handler has printed; None without one."""
+    blocks = re.split(r"^(?:(?:Current thread|Thread) 0x|Stack \().*\n", dump, flags=re.M)[1:]
+    heads = re.findall(r"^(Current thread|Thread|Stack) [0(]", dump, flags=re.M)
+    found = [_FRAME.findall(block) for block in blocks]
+    current = [frames for head, frames in zip(heads, found) if head.startswith("Current") and frames]
+    frames = (current or [frames for frames in found if frames] or [[]])[-1]
+    if not frames:
+        return None
+    own = [frame for frame in frames if not _LIBRARY.search(frame[0])] or frames
+    file, line, function = own[0]
+    waits = any(part in frame[0] for frame in frames[:NEAR] for part in WAITING)
+    return Position(f"{file}:{line} in {function}", frames[0][2], waits, own is not frames)
+
+
+def frames(stack: str) -> str:
+    """Return the lines with frames of a worker's own code and of what that calls."""
+    lines = [line for line in stack.splitlines() if _FRAME.match(line)]
+    ours = next((number for number, line in enumerate(lines) if "/orchestrate/node/zygote.py" in line), len(lines))
+    while ours and '"<frozen runpy>"' in lines[ours - 1]:
+        ours -= 1
+    return "\n".join(lines[:ours])
+
+
+def grouped(stacks: Mapping[int, str]) -> list[tuple[list[int], str]]:
+    """Return the ranks of each stack: small groups first, and of equal ones, those that do not wait for others."""
+    groups: dict[str, list[int]] = {}
+    for rank, stack in sorted(stacks.items()):
+        groups.setdefault(stack, []).append(rank)
+
+    def order(group: tuple[list[int], str]) -> tuple[int, bool, int]:
+        waits = any(part in line for line in group[1].splitlines()[:NEAR] for part in WAITING)
+        return len(group[0]), waits, group[0][0]
+
+    return sorted(((ranks, stack) for stack, ranks in groups.items()), key=order)
