@@ -8,14 +8,12 @@ import socket
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
-from pathlib import Path
 from typing import Any, Protocol
 
 from orchestrate.clock import Clock, wait_until
-from orchestrate.engines.base import Stop, never
+from orchestrate.engines.base import Stop
 from orchestrate.engines.connection import ANSWER_TIMEOUT, NodeConnection
-from orchestrate.errors import EngineError, EngineLost, UsageError
-from orchestrate.host import records
+from orchestrate.errors import EngineLost
 from orchestrate.node import protocol
 from orchestrate.node.stacks import MAX_STACK
 from orchestrate.node.worker import FAILED_TO_START
@@ -80,6 +78,7 @@ class NodeClients:
         self.ended: list[tuple[float, WorkerExit]] = []  # not yet reported, with Unix times
         self.broken: set[str] = set()  # nodes whose connection has closed
         self.statuses: dict[str, protocol.Status] = {}  # last status by node
+        self.unanswered: set[str] = set()  # nodes that were asked for it and have not answered
         self.shown: dict[int, Stack] = {}  # by rank
         self.cleaned: set[str] = set()  # nodes that have confirmed their cleanup
         self.refused: set[str] = set()  # nodes whose refusal was reported; code in an image could repeat it forever
@@ -199,6 +198,7 @@ class NodeClients:
         self.selector.unregister(connection.sock)
         connection.close()
         self.broken.add(node)
+        self.unanswered.discard(node)
 
     def wait_until_warm(self, nodes: Iterable[str], patience: float) -> bool:
         """Wait until nodes have imported the modules for workers; return False after `patience` seconds."""
@@ -219,9 +219,13 @@ class NodeClients:
         return nodes - self.cleaned
 
     def ask(self, nodes: Iterable[str], patience: float = ANSWER_TIMEOUT) -> dict[str, protocol.Status]:
-        """Return the status of each node that responds within `patience` seconds."""
+        """Return the status of each node that responds within `patience` seconds.
+
+        A node that has not answered the last question is not asked again: it may read nothing.
+        """
         self.statuses = {}
-        asked = {node for node in nodes if self._send(node, protocol.GetStatus())}
+        asked = {node for node in nodes if node in self.unanswered or self._send(node, protocol.GetStatus())}
+        self.unanswered |= asked
         self._listen_while(lambda: (asked & self.connections.keys()) - self.statuses.keys(), patience)
         return self.statuses
 
@@ -316,6 +320,7 @@ class NodeClients:
         self.heard(node)
         if isinstance(report, protocol.Status):
             self.statuses[node] = report
+            self.unanswered.discard(node)
         elif isinstance(report, protocol.Cleaned):
             self.cleaned.add(node)
         elif isinstance(report, protocol.Refusal):
@@ -354,47 +359,3 @@ def _use(state: protocol.Status, rank: int) -> Use | None:
 
 def _as_use(facts: dict[str, Any] | None) -> Use | None:
     return Use(**{field.name: facts[field.name] for field in fields(Use) if field.name in facts}) if facts else None
-
-
-def key_of(run: Path) -> bytes:
-    """Return the key of the nodes that mount the folder `run`; raises EngineError if there is no record of it."""
-    try:
-        key = bytes.fromhex(records.need(run.parent).key)
-    except UsageError as error:
-        raise EngineError(f"cannot connect to the nodes: {error}", error.hint) from None
-    if not key:
-        raise EngineError(f"cannot connect to the nodes: {run.parent.name} has ended", "start the job or cluster again")
-    return key
-
-
-class ClientSession:
-    """What sessions have in common, wherever their nodes run; see `Session`."""
-
-    clients: NodeClients
-
-    def wait_until_warm(self, nodes: Iterable[str], patience: float) -> bool:
-        """Wait until nodes have imported the modules for workers, and close the connections to them."""
-        try:
-            return self.clients.wait_until_warm(nodes, patience)
-        finally:
-            for node in [*self.clients.connections]:
-                self.clients.drop(node)
-
-    def gather(self, stopped: Callable[[], bool]) -> None:
-        """Do nothing: nodes write to the job folder directly."""
-
-    def start(self, plan: Plan, stopped: Callable[[], bool] = never) -> None:
-        """Start the workers of a plan."""
-        self.clients.start(plan)
-
-    def activity(self) -> dict[int, Activity]:
-        """Report what the running workers are doing."""
-        return self.clients.activity()
-
-    def stacks(self) -> dict[int, Stack]:
-        """Return the stacks of the running workers."""
-        return self.clients.stacks()
-
-    def stop(self, how: Stop) -> None:
-        """Stop all workers."""
-        self.clients.stop(how)

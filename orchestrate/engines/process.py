@@ -21,8 +21,9 @@ from orchestrate.clock import SYSTEM, Clock, wait_until
 from orchestrate.console import during
 from orchestrate.engines import check_cache, sockets, venv
 from orchestrate.engines.base import SWARMS, JobState, Observed, ignoring, never
+from orchestrate.engines.client_session import ClientSession, key_of
 from orchestrate.engines.connection import NodeConnection
-from orchestrate.engines.node_clients import ClientSession, NodeClients, key_of
+from orchestrate.engines.node_clients import NodeClients
 from orchestrate.errors import EngineError, ResourceError
 from orchestrate.files.paths import NODE, PROJECT, code_folder
 from orchestrate.host import private

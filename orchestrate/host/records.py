@@ -16,6 +16,7 @@ import pwd
 import secrets as tokens
 import socket
 import stat
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -30,6 +31,7 @@ from orchestrate.node.trees import FOLDER, identity
 KEY = "key"  # file with the key of the account
 FOREIGN = "it was moved or copied, or created by another user or on another machine"
 STATE = (".local", "state", "orchestrate")  # in a home directory; XDG_STATE_HOME replaces the first two
+KEPT = 7 * 86400.0  # seconds for which a record without its run directory is kept in any case
 LOOKED_AT = 16  # records per new job: enough to remove old ones faster than new ones come, however many there are
 
 
@@ -240,10 +242,30 @@ def _write(record: Record, folder: int) -> None:
 
 
 def _prune(folder: int) -> None:
-    """Remove the records of this machine whose run directories no longer exist, of some that are chosen at random."""
+    """Remove the records of this machine whose run directories were removed, of some that are chosen at random.
+
+    A directory on a disk that is away, or whose nodes may still run, is not missed before some days have passed.
+    """
     names = os.listdir(folder)
     for name in tokens.SystemRandom().sample(names, min(LOOKED_AT, len(names))):
         with contextlib.suppress(OSError, ValueError, TypeError):
             record = _read(name, folder)
-            if record.machine == socket.gethostname() and not os.path.lexists(record.run):
-                os.unlink(name, dir_fd=folder)
+            if record.machine == socket.gethostname() and _removed(Path(record.run)):
+                old = time.time() - os.stat(name, dir_fd=folder, follow_symlinks=False).st_mtime > KEPT
+                if old or (not record.key and _has_content(Path(record.run).parent)):
+                    os.unlink(name, dir_fd=folder)
+
+
+def _removed(run: Path) -> bool:
+    """Return whether nothing has this path; raises OSError if that is not known."""
+    try:
+        run.lstat()
+    except FileNotFoundError:
+        return True
+    return False
+
+
+def _has_content(path: Path) -> bool:
+    """Return whether there is anything in a folder: in that of a disk that is away, there is not."""
+    with os.scandir(path) as entries:
+        return any(entries)

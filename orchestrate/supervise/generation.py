@@ -24,7 +24,7 @@ from orchestrate.supervise.diagnosis.root_cause import (
 )
 from orchestrate.supervise.diagnosis.tracebacks import before_dump
 from orchestrate.supervise.isolation_check import WorldCheck
-from orchestrate.supervise.job_files import CONTEXT, LAST_LINES
+from orchestrate.supervise.job_files import CONTEXT, LAST_LINES, REMOVED_AFTER
 from orchestrate.supervise.nodes import Nodes
 from orchestrate.supervise.policy import CRASH_LOOP_SECONDS
 from orchestrate.supervise.stopping import Stopping
@@ -63,6 +63,7 @@ class Generation:
         self.saves = Saves(job)
         self.hang_detector = hang.HangDetector(job, self.spec.hang_after) if self.spec.hang_after else None
         self.world = WorldCheck(job, plan)
+        self.there = self.started  # when the run directory was last seen
         self.watched = 0.0  # when what the workers are doing was last shown
         self.troubles: dict[str, tuple[str, float]] = {}  # by node: kind of trouble, start time
         self.boundary: object = None  # the checkpoints when a missing node came back
@@ -181,8 +182,7 @@ class Generation:
             self.emit(events.WorkersStopping(self.why, kill=True))
         self._check_started(seen.starting)
         self._stop_if_over()
-        if not self.why and self.files.gone():
-            self._stop(REMOVED)
+        self._stop_if_removed(now)
         self.job.copies.check()
         if self.clock.monotonic() > self.watched + WATCH_INTERVAL:
             self.watched = self.clock.monotonic()
@@ -239,6 +239,13 @@ class Generation:
             self._stop(BY_USER)
         if not self.why and (why := self.job.over()):
             self._stop(why)
+
+    def _stop_if_removed(self, now: float) -> None:
+        """Stop the workers if the run directory is away for a while."""
+        if not self.files.gone():
+            self.there = now
+        elif not self.why and now > self.there + REMOVED_AFTER:
+            self._stop(REMOVED)
 
     def _stop_if_failing(self) -> None:
         """Stop the other workers after a failure; after a timeout, first let the others that wait time out as well.

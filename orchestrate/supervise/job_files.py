@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import stat
 import time
 from collections import deque
@@ -26,6 +25,7 @@ from orchestrate.record.report import Written
 from orchestrate.supervise.printed import Printed
 
 LAST_LINES, MAX_WIDTH = 12, 2000  # lines of a failed worker that are reported, and characters of each
+REMOVED_AFTER = 3.0  # seconds for which the run directory must be away to count as removed
 CONTEXT = 300  # lines of a failed worker in which its error is searched
 MAX_METRICS_READ = 8 << 20  # bytes of metrics.jsonl per call
 MAX_SECONDS = 1.0  # of CPU time for that: meanwhile, no one handles a request to stop
@@ -54,8 +54,14 @@ class JobFiles:
         return self.paths.folder
 
     def gone(self) -> bool:
-        """Whether the run directory was removed; nodes cannot do that."""
-        return not os.path.lexists(self.paths.shared)
+        """Whether the run directory is not there; nodes cannot remove it, but a disk can be away for a moment."""
+        try:
+            self.paths.shared.lstat()
+        except FileNotFoundError:
+            return True
+        except OSError:  # a disk or server with an error
+            pass
+        return False
 
     def last_lines(self, rank: int, count: int = LAST_LINES) -> list[str]:
         """Return the last lines of a worker in this generation, truncated, since events store them permanently."""

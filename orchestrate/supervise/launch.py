@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrate import __version__, patience
+from orchestrate.clock import wait_until
 from orchestrate.engines.base import Engine
 from orchestrate.errors import OrchestrateError, UsageError
 from orchestrate.files import folder, log_file
@@ -28,7 +29,7 @@ from orchestrate.record.recorder import Recorder
 from orchestrate.spec.redact import Mask
 from orchestrate.spec.spec import JobSpec
 from orchestrate.supervise.context import JobContext
-from orchestrate.supervise.job_files import JobFiles
+from orchestrate.supervise.job_files import REMOVED_AFTER, JobFiles
 from orchestrate.supervise.notify import Notifier
 from orchestrate.supervise.observer import Observer, SharedUsage
 from orchestrate.supervise.stores import NoCopies
@@ -229,7 +230,7 @@ def recorder(paths: JobPaths, show_event: Callable[[Event], None] = lambda _: No
 def _finish(job: JobContext, data: dict[str, Any], show: Callable[[str], None]) -> None:
     """Write the report and put the job's files in their final state; pass a warning to `show` for each failure."""
     paths = job.files.paths
-    if job.files.gone():
+    if not wait_until(lambda: not job.files.gone(), REMOVED_AFTER, job.clock):
         return show(f"warning: {paths.root} was removed while the job ran: its report and logs are lost")
     steps: list[Callable[[], object]] = [
         lambda: _write_page(paths, data),  # first: the job has ended for others once report.json is there

@@ -15,13 +15,14 @@ from docker.models.containers import Container
 from orchestrate.clock import SYSTEM, Clock
 from orchestrate.engines import sockets
 from orchestrate.engines.base import Observed, Stop, never
+from orchestrate.engines.client_session import ClientSession, key_of
 from orchestrate.engines.connection import NodeConnection
 from orchestrate.engines.docker import compose_override, folders, labels, mounts, objects, program, toolkit
 from orchestrate.engines.docker.client import Daemon, Events, begin
 from orchestrate.engines.docker.guard import Guard, wanted
 from orchestrate.engines.docker.services import Services
 from orchestrate.engines.docker.volumes import WIPED, volumes
-from orchestrate.engines.node_clients import NODE_EXIT_TIMEOUT, ClientSession, NodeClients, key_of
+from orchestrate.engines.node_clients import NODE_EXIT_TIMEOUT, NodeClients
 from orchestrate.errors import EngineError, EngineLost
 from orchestrate.files.paths import PACKAGE, PROJECT
 from orchestrate.node import protocol

@@ -16,8 +16,9 @@ from typing import BinaryIO
 
 from orchestrate.clock import wait_until
 from orchestrate.engines.base import Observed, never
+from orchestrate.engines.client_session import ClientSession, key_of
 from orchestrate.engines.connection import ANSWER_TIMEOUT, NodeConnection, one_at_a_time
-from orchestrate.engines.node_clients import ClientSession, NodeClients, key_of
+from orchestrate.engines.node_clients import NodeClients
 from orchestrate.engines.swarm import service_spec
 from orchestrate.engines.swarm.manager import ApiObject, Manager, ended, failed, is_healthy, is_starting
 from orchestrate.engines.swarm.objects import SwarmJob

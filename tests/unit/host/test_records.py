@@ -5,6 +5,7 @@ import os
 import shutil
 import socket
 import stat
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 from support.commanded import NOT_OURS, Commands, create, end, runs_elsewhere, supervised
 from support.scripted import ALL_WELL
 
-from orchestrate.engines.node_clients import key_of
+from orchestrate.engines.client_session import key_of
 from orchestrate.errors import EngineError, UsageError
 from orchestrate.host import private, records
 from orchestrate.node.trees import identity
@@ -191,6 +192,29 @@ def test_records_of_removed_folders_must_be_removed_except_those_of_other_machin
     assert len([*kept.iterdir()]) == 4 and records.find(existing) and records.find(run)
     gone.mkdir()
     assert records.find(gone) is None
+
+
+@pytest.mark.parametrize("left", ["no folder", "an empty folder", "a key", "an error"])
+def test_the_record_of_a_folder_that_may_only_be_away_must_be_kept_for_a_week(kept, tmp_path, run, left, monkeypatch):
+    folder = tmp_path / "disk" / "runs" / "a-1"
+    folder.mkdir(parents=True)
+    records.make(folder, b"1" * 32 if left == "a key" else b"")
+    (record,) = kept.iterdir()
+    if left == "a key":
+        (folder.parent / "b-1").mkdir()
+    if left == "an error":
+        folder.parent.rename(tmp_path / "away")
+        folder.parent.write_text("")  # so that the folder cannot be looked up
+    else:
+        folder.rename(tmp_path / "away")
+    if left == "no folder":
+        folder.parent.rmdir()
+    records.make(run)
+    assert record.exists()
+    os.utime(record, (0, time.time() - 8 * 86400))
+    records.forget(run)
+    records.make(run)
+    assert record.exists() == (left == "an error")
 
 
 def test_many_records_must_not_delay_a_job_and_be_removed_over_time(kept, run):

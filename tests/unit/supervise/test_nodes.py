@@ -150,8 +150,26 @@ def test_workers_whose_run_directory_is_removed_must_be_stopped_and_not_succeed(
     engine.wait = remove
     outcome = job.run(engine)
     assert (outcome.outcome, outcome.why) == ("failed", "its run directory was removed")
-    assert engine.calls[-2:] == ["stop", "down"] and job.when("workers_stopping")[0] < 6
+    assert engine.calls[-2:] == ["stop", "down"] and 7 < job.when("workers_stopping")[0] < 9
     assert len(job.noted("workers_stopping")) == 1
+
+
+@pytest.mark.parametrize("how", ["away", "an error"])
+def test_a_run_directory_that_is_away_for_a_moment_must_not_end_the_job(job, how):
+    engine, waits = RecordingEngine([*[[]] * 60, ALL_WELL]), [*range(60)]
+    wait, away = engine.wait, job.paths.shared.with_name("away")
+
+    def hide(timeout: float) -> Observed:
+        if waits and waits.pop() == 50:
+            job.paths.shared.rename(away)
+            job.paths.shared.symlink_to(job.paths.shared) if how == "an error" else None
+        elif len(waits) == 30:
+            job.paths.shared.unlink(missing_ok=True)
+            away.rename(job.paths.shared)
+        return wait(timeout)
+
+    engine.wait = hide
+    assert job.run(engine).outcome == "succeeded" and not job.noted("workers_stopping")
 
 
 def test_the_plan_of_each_generation_must_be_written_before_its_workers_start(job):
