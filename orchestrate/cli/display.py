@@ -6,7 +6,9 @@ import argparse
 import contextlib
 import json
 import math
+import os
 import re
+import stat
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -84,6 +86,13 @@ def style_of(args: argparse.Namespace, plan: Plan) -> Style:
     if reserved and args.progress == "json":
         flag = "--json" if args.json else "--print-path"
         raise UsageError(f"{flag} and --progress json both print to stdout", "leave one of them out")
+    if file := args.junit_xml:
+        if getattr(args, "detach", False):
+            raise UsageError("--junit-xml needs the end of the job", "use attach JOB --junit-xml FILE later")
+        if os.path.lexists(file) and not stat.S_ISREG(file.lstat().st_mode):
+            raise UsageError(f"--junit-xml: {file} is not a file", "choose another name")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.unlink(missing_ok=True)  # of an earlier job: this one may not end
     return Style(
         ranks=ranks(args.ranks, len(plan.workers)) if args.ranks else None,
         timestamps=args.timestamps,

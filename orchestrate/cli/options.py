@@ -168,6 +168,7 @@ def add_stdout_options(command: argparse.ArgumentParser) -> None:
         "warnings and the result (quiet); default: auto",
     )
     command.add_argument("-q", "--quiet", action="store_true", help="print only warnings and the result")
+    command.add_argument("--junit-xml", type=Path, metavar="FILE", help="write the result as JUnit XML, for CI")
     add_ranks(command)
 
 

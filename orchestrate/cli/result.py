@@ -8,6 +8,7 @@ from typing import Any
 
 from orchestrate import errors
 from orchestrate.console import print_message, stream
+from orchestrate.files.folder import write_whole
 from orchestrate.record.outcomes import Outcome
 from orchestrate.record.report import text
 from orchestrate.supervise.context import BY_MAX_RUN
@@ -23,7 +24,7 @@ def exit_code(data: dict[str, Any]) -> int:
 
 
 def show(args: argparse.Namespace, name: str, data: dict[str, Any]) -> int:
-    """Print the report of a job, and return the exit code."""
+    """Print the report of a job, write it as JUnit XML on request, and return the exit code; raises OSError."""
     print_message(text(data))
     saved, stopped = data.get("checkpoints"), data["outcome"] == Outcome.STOPPED
     if (stopped or (saved and data["outcome"] != Outcome.SUCCEEDED)) and not data.get("left_behind"):
@@ -32,6 +33,10 @@ def show(args: argparse.Namespace, name: str, data: dict[str, Any]) -> int:
     print_message(args.shown / name)
     if args.print_path:
         stream(args.shown / name)
+    if args.junit_xml:
+        from orchestrate.record.junit import junit  # only here: it imports an XML library
+
+        write_whole(args.junit_xml, junit(data), mode=0o644)
     if args.json:
         stream(json.dumps({"run_directory": str(args.shown / name), **data}, indent=2))
     return exit_code(data)

@@ -15,7 +15,7 @@ from orchestrate.supervise.context import BY_MAX_RUN, BY_USER
 
 
 RUNS = ["--runs"]
-SHOWING = ["--print-path", "--json", "--progress", "--quiet", "--ranks", "--timestamps"]
+SHOWING = ["--print-path", "--json", "--progress", "--quiet", "--ranks", "--timestamps", "--junit-xml"]
 FLAGS = ["--trainers", "--gpus", "--nproc-per-node", "--engine", "--image", "--name", "--max-run", "--max-restarts"]
 FLAGS += ["--min-trainers", "--spares", "--set", "--nodes", "--memory", "--cpus", "--env", "--require-communication"]
 FLAGS += ["--dockerfile", "--pip", "--requirements", "--data", "--mount", "--checkpoints"]
@@ -40,6 +40,7 @@ FLAGS += ["--output", "--keep", "--source", "--chdir", "--secret", "--isolated",
         ("resume", [*RUNS, *SHOWING]),
         ("schema", []),
         ("top", [*RUNS, "--once"]),
+        ("stacks", [*RUNS, "--ranks"]),
         ("serve", [*RUNS, "--port"]),
         ("logs", [*RUNS, "--rank", "--ranks", "--tail", "--grep", "--follow", "--since", "--merge", "--timestamps"]),
         ("attach", [*RUNS, *SHOWING]),

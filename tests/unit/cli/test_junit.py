@@ -1,0 +1,57 @@
+"""`--junit-xml`: the result of a job, as CI systems read it."""
+
+import xml.etree.ElementTree as ET
+
+import pytest
+from support.commanded import create, end
+from support.scripted import ALL_WELL, KILLED
+
+from orchestrate.record.paths import JobPaths
+
+APP = ("--gpus", "none", "--", "-m", "app.train")
+
+
+def test_a_job_that_succeeds_must_be_a_test_that_passes(do, engine, tmp_path):
+    engine.generations, file = [[ALL_WELL]], tmp_path / "new" / "junit.xml"
+    assert do("run", "--name", "digits", "--trainers", "2", "--junit-xml", file, *APP)[0] == 0
+    (suite,) = ET.parse(file).getroot()
+    (case,) = suite
+    assert (suite.tag, suite.get("tests"), suite.get("failures"), suite.get("errors")) == ("testsuite", "1", "0", "0")
+    assert (case.get("name"), case.get("classname")) == ("digits", "orchestrate") and float(case.get("time", "")) >= 0
+    assert [child.tag for child in case] == ["properties", "system-out"]
+    assert {each.get("name"): each.get("value") for each in case[0]}["world_size"] == "3"
+
+
+def test_a_job_that_fails_must_be_a_test_that_fails_with_the_root_cause(do, engine, tmp_path):
+    engine.generations, file = [[KILLED]], tmp_path / "junit.xml"
+    file.write_text("of an earlier job")
+    assert do("run", "--max-restarts", "0", "--trainers", "2", "--junit-xml", file, *APP)[0] == 1
+    (suite,) = ET.parse(file).getroot()
+    failure = suite.find("testcase/failure")
+    assert suite.get("failures") == "1" and failure is not None and failure.get("type") == "killed"
+    assert failure.get("message", "").startswith("rank 1 on trainer-1 ") and "full log:" in str(failure.text)
+
+
+@pytest.mark.parametrize(("outcome", "reason"), [("stopped", "stopped by the user"), ("lost", "no engine")])
+def test_a_job_that_did_not_end_by_itself_must_be_an_error(do, runs, tmp_path, outcome, reason):
+    paths = create(JobPaths(runs / "my-job-1a2b3c"))
+    end(paths, outcome, reason, final_metrics={"loss\x00\ud800": "\x1b[1m\ufffe0.5"}, engine="docker", commit="")
+    do("attach", "my-job-1a2b3c", "--junit-xml", tmp_path / "junit.xml")
+    (suite,) = ET.parse(tmp_path / "junit.xml").getroot()
+    error = suite.find("testcase/error")
+    assert error is not None and (suite.get("name"), suite.get("errors"), error.get("message")) == (
+        "my-job",
+        "1",
+        reason,
+    )
+    properties = {each.get("name"): each.get("value") for each in suite.iter("property")}
+    assert properties["loss"] == "[1m0.5"  # without what XML cannot contain
+
+
+def test_what_is_not_a_file_must_be_refused_before_there_is_a_job_and_kept(do, runs, tmp_path):
+    (tmp_path / "link").symlink_to("/dev/stdout")
+    for name in ("link", "."):
+        code, _, err = do("run", "--junit-xml", tmp_path / name, *APP)
+        assert code == 2 and "is not a file" in err[-2], err
+    assert do("run", "--detach", "--junit-xml", tmp_path / "x", *APP)[0] == 2
+    assert (tmp_path / "link").is_symlink() and not [*runs.glob("*/plan.json")]
