@@ -127,16 +127,18 @@ def _with_tensors(value: Any, head: list[Any], folder: Folder, rank: int) -> Any
 
     with folder.open(f"values/rank-{rank}.bin") as file:
         data = bytearray(file.read(MAX_BYTES + 1))
+    left = len(data)
     for place, name, shape, offset in head:
         known = name in DTYPES and len(shape) <= MOST_DIMENSIONS
         if not known or not all(type(length) is int and 0 <= length < 1 << 62 for length in (*shape, offset)):
             raise ValueError(f"{name!a:.40} of shape {shape!a:.40} is no tensor")
         dtype, count = getattr(torch, name), math.prod(shape)
-        if count * dtype.itemsize > len(data) - offset:
+        size = count * dtype.itemsize
+        if size > len(data) - offset or size > left:
             raise ValueError("a tensor is incomplete")
-        empty = torch.empty(shape, dtype=dtype)
-        tensor = torch.frombuffer(data, dtype=dtype, count=count, offset=offset).reshape(shape) if count else empty
-        value = _put(value, place, tensor)
+        left -= size
+        flat = torch.frombuffer(data, dtype=dtype, count=count, offset=offset) if count else torch.empty(0, dtype=dtype)
+        value = _put(value, place, flat.reshape(shape))
     return value
 
 

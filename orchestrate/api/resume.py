@@ -56,7 +56,8 @@ def resume(paths: JobPaths) -> Prepared:
             records.remove(paths.report)  # from here on, the job has not ended
     except BlockingIOError:
         check(paths)
-        raise
+        hint = f"python -m orchestrate attach {name}"
+        raise UsageError(f"another process resumes or removes {name}", hint) from None
     return Prepared(spec, wanted, paths, engine)
 
 

@@ -20,6 +20,10 @@ import pytest
 HERE = os.path.dirname(os.path.abspath(__file__))
 RANK, WORLD_SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 SHORTEST, LONGEST = 0.001, 0.02  # seconds between two looks for the next test
+# How a process ends that does not run tests any longer, by what pytest returns.
+BROKEN = {pytest.ExitCode.INTERRUPTED: 128 + signal.SIGINT, pytest.ExitCode.INTERNAL_ERROR: 3}
+# A test can replace them while its result is written.
+open_, replace, dump, now = open, os.replace, json.dump, time.time
 
 
 class Rank:
@@ -83,8 +87,8 @@ class Rank:
         while True:
             try:
                 stat = os.stat(f"{HERE}/test.json")
-                if (now := (stat.st_ino, stat.st_mtime_ns)) != seen:
-                    seen = now
+                if (found := (stat.st_ino, stat.st_mtime_ns)) != seen:
+                    seen = found
                     with open(f"{HERE}/test.json") as file:
                         request = json.load(file)
                     if request["number"] == self.number:
@@ -103,9 +107,9 @@ class Rank:
     def write(self, result: dict[str, Any]) -> None:
         """Write a result, whole or so far."""
         path = f"{HERE}/results/{self.number}-{RANK}.json"
-        with open(f"{path}.new", "w") as file:
-            json.dump({**result, "time": time.time()}, file, default=str)
-        os.replace(f"{path}.new", path)
+        with open_(f"{path}.new", "w") as file:
+            dump({**result, "time": now()}, file, default=str)
+        replace(f"{path}.new", path)
 
     def store(self) -> dict[str, Any]:
         """Return the port of torch's store for the next test, and whether this process hosts it already.
@@ -145,11 +149,12 @@ def main() -> None:
     config.workerinput = {"workerid": f"rank{RANK}", "workercount": WORLD_SIZE}  # type: ignore[attr-defined]
     config.pluginmanager.register(Rank(config), "orchestrate-rank")
     try:
-        config.hook.pytest_cmdline_main(config=config)
+        code = config.hook.pytest_cmdline_main(config=config)
     finally:
         if coverage:
             coverage.stop()
             coverage.save()
+    sys.exit(BROKEN.get(code, 0))
 
 
 if __name__ == "__main__":

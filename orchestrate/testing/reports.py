@@ -7,10 +7,11 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from orchestrate import console
 from orchestrate.supervise.hang import late
 from orchestrate.supervise.stacks import grouped, position
 
-PHASES = ("setup", "call", "teardown")
+PHASES, OUTCOMES = ("setup", "call", "teardown"), ("passed", "failed", "skipped")
 MAX_TEXT = 200  # characters that are shown of another rank's error
 UNEXPECTED = "[XPASS(strict)]"
 
@@ -32,11 +33,7 @@ class Ran(NamedTuple):
 def read(data: Any, load: Callable[[Any], Any]) -> Ran:
     """Return what a rank has written; raises ValueError if it is something else."""
     try:
-        found = [load(each) for each in data["reports"]]
-        assert all(isinstance(each, pytest.TestReport) and each.when in PHASES for each in found)
-        for each in found:
-            if isinstance(each.longrepr, list):  # of a skipped test: file, line and reason
-                each.longrepr = tuple(each.longrepr)
+        found = [_checked(load(each)) for each in _cleaned(data["reports"])]
         phases, error = dict[str, pytest.TestReport](), "\n".join(map(str, data["errors"][:1]))
         for each in found:
             if each.when not in phases or not phases[each.when].failed:  # a failed subtest is one of several reports
@@ -47,7 +44,29 @@ def read(data: Any, load: Callable[[Any], Any]) -> Ran:
         raise ValueError(f"{type(error).__name__}: {error}") from None
 
 
-def merged(ran: Mapping[int, Ran], missing: Mapping[int, str]) -> list[pytest.TestReport]:
+def _cleaned(value: Any) -> Any:
+    """Return what a rank has written without control characters, except those of colors."""
+    if isinstance(value, str):
+        return console.clean(value, colors=True)
+    if isinstance(value, dict):
+        return {key: _cleaned(each) for key, each in value.items()}
+    return [_cleaned(each) for each in value] if isinstance(value, list) else value
+
+
+def _checked(report: Any) -> pytest.TestReport:
+    """Check the fields of a report that pytest uses without a check; raises some exception."""
+    assert isinstance(report, pytest.TestReport) and report.when in PHASES and report.outcome in OUTCOMES
+    report.duration = float(report.duration)
+    assert 0 <= report.duration < float("inf")
+    report.sections = [(str(name), str(text)) for name, text in report.sections]
+    report.user_properties = [(str(name), value) for name, value in report.user_properties]
+    if isinstance(report.longrepr, list):  # of a skipped test: file, line and reason
+        file, line, reason = report.longrepr
+        report.longrepr = str(file), int(line), str(reason)
+    return report
+
+
+def merged(item: pytest.Item, ran: Mapping[int, Ran], missing: Mapping[int, str]) -> list[pytest.TestReport]:
     """Return one report for each phase: that of the rank that has failed first, with a line about the others.
 
     `missing` says what ranks do that have not ended the test.
@@ -58,6 +77,8 @@ def merged(ran: Mapping[int, Ran], missing: Mapping[int, str]) -> list[pytest.Te
         if here:
             rank = _choose(here, {rank: each.time for rank, each in ran.items()})
             report = here[rank]
+            report.nodeid, report.location = item.nodeid, item.location  # whatever the rank says
+            report.keywords = dict.fromkeys(item.keywords, 1)
             report.duration = max(each.duration for each in here.values())
             if report.failed:
                 _explain(report, rank, outcomes({other: each for other, each in ran.items() if other != rank}, missing))

@@ -100,15 +100,17 @@ class Worlds:
             if each.error:
                 raise Broken(f"rank {rank} cannot collect the test:\n{each.error}")
         if world.whole(ran):
-            return reports.merged(ran, {})
+            return reports.merged(item, ran, {})
         missing = [rank for rank in range(world.size) if rank not in ran]
         stacks = self._give_up()
         ended = world.why_ended()  # a rank may have crashed just before
-        merged = [] if ended else reports.merged(ran, reports.places(missing, stacks))
+        merged = [] if ended else reports.merged(item, ran, reports.places(missing, stacks))
         if found := [each for each in merged if each.failed]:  # after a crash, others fail because of it
             return found
-        what = ended or f"{reports.named(missing)} did not end within {limit:g} s"
-        waiting = [rank for rank in missing if rank in stacks or not ended]
+        left = [rank for rank in missing if rank in world.left]  # without an error, as by os._exit(0)
+        gone = f"{reports.named(left)} ended without a result" if left else ""
+        what = ended or gone or f"{reports.named(missing)} did not end within {limit:g} s"
+        waiting = [rank for rank in missing if rank in stacks or not (ended or rank in left)]
         parts = what, reports.stacks(stacks, waiting), reports.outcomes(ran)
         return reports.unfinished(item, "\n".join(filter(None, parts)))
 
@@ -244,8 +246,10 @@ class Worlds:
         """End the ranks, and remove the nodes."""
         try:
             with inside(self.root):
-                self._end_world()
-                self._end_nodes()
+                try:
+                    self._end_world()
+                finally:
+                    self._end_nodes()
         except OrchestrateError as error:
             self.config.get_terminal_writer().line(f"\nnodes of tests were not removed: {_text(error)}")
 

@@ -20,6 +20,7 @@ from orchestrate.files.paths import WORK
 from orchestrate.node import checks
 from orchestrate.plan import imports
 from orchestrate.record import run_dir
+from orchestrate.record.events import WorkerEnded
 from orchestrate.testing.reports import Ran
 
 START_LIMIT = 120.0  # seconds in which all ranks must have collected the tests
@@ -59,7 +60,9 @@ class World:
     ) -> None:
         """Start the ranks, with the current folder `root` as their code folder; raises OrchestrateError."""
         files = {"rank.py": SCRIPT.read_bytes(), "tests.json": json.dumps(tests, default=str).encode()}
-        self._job: Job = cluster.submit(Program(imports.COPIED[1:], files), name="tests", **settings)
+        program, options = Program(imports.COPIED[1:], files), {"name": "tests", **settings}
+        self._job: Job = cluster._start(program, (), options, bound=True, tell=False)
+        self.left: set[int] = set()  # ranks that have ended, although they were asked for another test
         self._folder, self._read = self._job._paths.folder, read
         plan = run_dir.load(self._job._paths)[1]
         self.size, self._roots = plan.world_size, (f"{root}/", f"{plan.placement.job_dir}/{WORK}/")
@@ -78,7 +81,10 @@ class World:
         """
         self._number += 1
         request = {"number": self._number, "test": {"item": item, "next": following, **self._store}}
-        self._folder.write("test.json", json.dumps(request))
+        try:
+            self._folder.write("test.json", json.dumps(request))
+        except OSError as error:
+            raise Broken(f"the ranks cannot be asked for the test: {error}") from None
         found = self._results(time.monotonic() + limit)
         self._store = found[0].store if 0 in found else {}
         return found
@@ -97,6 +103,9 @@ class World:
                 return found
             if now > look:
                 ended, look = bool(self._job.outcome), now + LOOK
+                if gone := self._ended() - self.left:
+                    self.left |= gone
+                    deadline = min(deadline, now + PATIENCE)
             time.sleep(delay)
             delay = min(delay * 1.1, LONGEST)
 
@@ -115,6 +124,10 @@ class World:
         except (OSError, ValueError, RecursionError) as error:
             raise Broken(f"the result of rank {rank} cannot be read: {error}") from None
 
+    def _ended(self) -> set[int]:
+        """Return the ranks that have ended."""
+        return {event.rank for event in run_dir.history(self._job._paths) if isinstance(event, WorkerEnded)}
+
     def why_ended(self) -> str:
         """Return why the job has ended; empty if it has not, or was stopped."""
         if not self._job.outcome:
@@ -127,7 +140,8 @@ class World:
 
     def end(self) -> None:
         """End the ranks, with the fixtures of their session."""
-        self._folder.write("test.json", json.dumps({"number": self._number + 1, "test": None}))
+        with contextlib.suppress(OSError):
+            self._folder.write("test.json", json.dumps({"number": self._number + 1, "test": None}))
         deadline = time.monotonic() + PATIENCE
         while not self._job.outcome and time.monotonic() < deadline:
             time.sleep(LONGEST)

@@ -27,7 +27,6 @@ from orchestrate.engines.swarm.upload import code_files, on_each, packed, send_a
 from orchestrate.errors import EngineError
 from orchestrate.files.paths import log
 from orchestrate.node import protocol
-from orchestrate.node.protocol import LEASE_TIMEOUT, RENEW_INTERVAL, SEND_TIMEOUT
 from orchestrate.plan import container
 from orchestrate.plan.plan import Plan, WorkerPlan
 from orchestrate.record.outcomes import WorkerExit
@@ -45,7 +44,7 @@ UNCLEAN_TIMEOUT = 20.0  # seconds for a node that cannot be cleaned to end, as S
 FIRST_CONNECT_TIMEOUT, RECONNECT_TIMEOUT = 20.0, 2.0
 HOST_DOWN_TIMEOUT = 25.0  # seconds until Swarm reports that a host is down; it needs 15
 # Seconds until a node that is cut off has killed its workers.
-LEASE_OVER_AFTER = LEASE_TIMEOUT + 2 * RENEW_INTERVAL + 2 * SEND_TIMEOUT
+LEASE_OVER_AFTER = protocol.LEASE_TIMEOUT + 2 * protocol.RENEW_INTERVAL + 2 * protocol.SEND_TIMEOUT
 TASK_END_TIMEOUT = 3.0  # seconds for Swarm to report the end of a task that does not respond
 LOG_TIMEOUT = 5.0  # seconds for Swarm to return the last lines of a lost task
 LAST_LINES_TIMEOUT = 10.0  # seconds to copy the last lines of workers

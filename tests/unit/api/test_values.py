@@ -53,6 +53,7 @@ def test_tensors_must_be_put_in_their_places(folder):
         "[" * 100_000,
         tensors(None, [[], "float32", [1 << 40], 0]),
         tensors(None, [[], "float32", [-1], 0]),
+        tensors([None, None], [[0], "uint8", [8], 0], [[1], "uint8", [1], 0]),  # in the same bytes
         tensors(None, [[], "float32", [1.0], 0]),
         tensors(None, [[], "float32", [True], 0]),
         tensors(None, [[], "float32", [1], -4]),

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 from support.ends import connected
-from support.fake_nodes import Nodes, planned
+from support.fake_nodes import Nodes, asks, planned
 from support.messages import message
 from support.scripted import Clock
 
@@ -117,3 +117,15 @@ def test_a_long_report_must_end_a_connection_on_which_none_is_expected(asks):
         assert received is None
     link.close(), node.sock.close()
     sender.join()
+
+
+def test_a_node_that_does_not_answer_must_not_be_asked_again_before_it_does(nodes):
+    nodes.start(planned())
+    node = nodes.fakes["node-0"]
+    node.asked()
+    for _ in range(3):
+        assert nodes.ask(["node-0"], 0.01) == {}
+    assert asks(node) == ["status"]
+    node.knows()
+    assert {*nodes.ask(["node-0"], 1)} == {"node-0"} and asks(node) == []
+    assert nodes.ask(["node-0"], 0.01) == {} and asks(node) == ["status"]

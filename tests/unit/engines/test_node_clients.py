@@ -174,18 +174,6 @@ def test_nodes_that_stop_responding_must_be_declared_lost_together(nodes, monkey
     assert sorted((end.rank, end.code) for end in ended) == [(0, 137), (1, 137), (2, 137)]
 
 
-def test_a_node_that_does_not_answer_must_not_be_asked_again_before_it_does(nodes):
-    nodes.start(planned())
-    node = nodes.fakes["node-0"]
-    node.asked()
-    for _ in range(3):
-        assert nodes.ask(["node-0"], 0.01) == {}
-    assert asks(node) == ["status"]
-    node.knows()
-    assert {*nodes.ask(["node-0"], 1)} == {"node-0"} and asks(node) == []
-    assert nodes.ask(["node-0"], 0.01) == {} and asks(node) == ["status"]
-
-
 def test_a_node_that_cannot_be_reconnected_must_be_declared_lost_after_the_time_limit(nodes, monkeypatch):
     nodes.clock = clock = Clock()
     began = clock.now

@@ -34,6 +34,47 @@ def test_results_that_are_none_must_be_refused(data):
         reports.read(data, loaded)
 
 
+REPORT: dict[str, object] = {
+    "nodeid": "t.py::test",
+    "location": ["t.py", 1, "test"],
+    "keywords": {},
+    "outcome": "failed",
+    "when": "call",
+}
+REPORT |= {"longrepr": "x", "sections": [["a", "b"]], "user_properties": [["c", 1]], "duration": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("duration", value) for value in ("abc", -1, float("nan"), float("inf"), None)),
+        *((name, value) for name in ("sections", "user_properties") for value in (5, [1], [["a"]], [["a", "b", "c"]])),
+        *(("outcome", value) for value in ("weird", 1, None)),
+        ("when", "collect"),
+        *(("longrepr", value) for value in ([], ["a"], ["a", "b", "c"])),
+    ],
+)
+def test_a_report_with_a_field_that_pytest_cannot_use_must_be_refused(field, value):
+    assert reports.read(GOOD | {"reports": [REPORT]}, loaded).reports["call"].failed
+    with pytest.raises(ValueError):
+        reports.read(GOOD | {"reports": [REPORT | {field: value}]}, loaded)
+
+
+def test_the_name_and_place_of_a_test_must_not_be_what_a_rank_says(request):
+    forged = REPORT | {"nodeid": "other", "location": 5, "keywords": 7}
+    ran = reports.read(GOOD | {"reports": [forged]}, loaded)
+    (report,) = reports.merged(request.node, {0: ran}, {})
+    assert (report.nodeid, report.location) == (request.node.nodeid, request.node.location)
+    assert {*report.keywords} == {*request.node.keywords}
+
+
+def test_control_characters_must_be_removed_except_colors():
+    texts = {"longrepr": "\x1b]0;title\x07\x1b[2Ja\r", "sections": [["Captured\x1b[5n", "\x1b[31mred\x1b[0m\b"]]}
+    report = reports.read(GOOD | {"reports": [REPORT | texts]}, loaded).reports["call"]
+    assert report.longreprtext.removesuffix("\x1b[0m") == "a" and "\x1b[31mred" in report.sections[0][1]
+    assert not {"\a", "\b", "\r"} & {*str(report.longreprtext), *report.sections[0][1]} and "[5n" not in str(report)
+
+
 def test_the_plug_in_must_import_nothing_that_no_test_uses():
     code = (
         "import sys, orchestrate.testing.plugin; print(*sorted(name for name in sys.modules if 'orchestrate' in name))"

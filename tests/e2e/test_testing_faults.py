@@ -1,0 +1,96 @@
+"""Whatever ranks do, a test with the marker `nodes` must have a result, the next test run, and nothing be left."""
+
+import os
+import signal
+
+import pytest
+from support.agents import WITHOUT_CAPABILITIES
+from support.suites import Suite
+from support.waiting import eventually
+
+from orchestrate.record import run_dir
+from orchestrate.record.paths import JobPaths
+
+NEXT = """
+
+@pytest.mark.nodes(2)
+def test_next(rank):
+    pass
+"""
+HEAD = "import os, sys, time\nimport pytest\n\n@pytest.mark.nodes(2, timeout=100)\ndef test_first(rank, monkeypatch):\n"
+
+
+@pytest.fixture
+def first(cli):
+    """Run a test on two ranks, and another one after it; return the output."""
+
+    def run(*lines: str) -> str:
+        suite = Suite(cli, HEAD + "".join(f"    {line}\n" for line in lines) + NEXT)
+        out = suite("--tb=short")
+        assert "1 failed, 1 passed" in out, out
+        return out
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("lines", "shown"),
+    [
+        (["os._exit(0) if rank else time.sleep(1000)"], "rank 1 ended without a result\nrank 0:\n"),
+        (["if rank: raise KeyboardInterrupt", "time.sleep(1000)"], "rank 1 on trainer-1 was killed by SIGINT"),
+        (["import shutil", "shutil.rmtree(f'{os.environ[\"JOB_DIR\"]}/results')"], "exited with code 3\n"),
+    ],
+    ids=["exit", "interrupt", "results"],
+)
+def test_a_rank_that_leaves_must_end_the_test_long_before_its_timeout(first, lines, shown):
+    assert shown in first(*lines)
+
+
+def test_a_test_may_replace_what_writes_its_result(first):
+    out = first(
+        "def broken(*args, **kwargs): raise OSError('of the test')",
+        "for name in ('os.replace', 'builtins.open', 'json.dump', 'time.time'):",
+        "    monkeypatch.setattr(name, broken)",
+        "assert not rank, 'the cause'",
+        "while True: time.sleep(1)",
+    )
+    assert "E   AssertionError: the cause" in out and "rank 0: was at test_it.py:" in out
+
+
+def test_what_a_rank_reports_must_not_end_the_session(first):
+    out = first(
+        "main, write = sys.modules['__main__'], sys.modules['__main__'].Rank.write",
+        "def forged(self, result):",
+        "    main.Rank.write = write",
+        "    write(self, result | {'reports': [each | {'duration': 'abc'} for each in result['reports']]})",
+        "main.Rank.write = forged",
+    )
+    assert "of rank 0 cannot be read: ValueError" in out or "of rank 1 cannot be read: ValueError" in out
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_ranks_must_end_with_the_pytest_that_has_started_them(cli, number):
+    text = "import os, time\nimport pytest\n\n@pytest.mark.nodes(2)\ndef test_it(rank):\n"
+    text += "    open(f\"{os.environ['SEEN']}/{os.getpid()}\", 'w').close()\n    time.sleep(1000)\n"
+    suite = Suite(cli, text)
+    with suite.start() as process:
+        ranks = eventually(lambda: found if len(found := [*suite.seen.iterdir()]) == 2 else None)
+        process.send_signal(number)
+        process.communicate()
+    (job,) = suite.folder.glob("runs/tests-*")
+    assert eventually(lambda: run_dir.ended(JobPaths(job)))
+    assert eventually(lambda: not any(os.path.exists(f"/proc/{path.name}") for path in ranks))
+    (cluster,) = suite.folder.glob("runs/cluster-*")
+    assert cli("down", "--runs", "runs", cluster.name).returncode == 0
+
+
+def test_a_job_folder_that_cannot_be_written_must_fail_the_next_test_only(cli):
+    (cli.folder / "conftest.py").write_text(WITHOUT_CAPABILITIES)  # root could write everywhere
+    head = "\n@pytest.mark.nodes(1)\ndef test_"
+    closes = "(rank):\n    os.chmod(os.environ['JOB_DIR'], 0o555)\n"
+    suite = Suite(
+        cli, f"import os\nimport pytest\n{head}first{closes}{head}second(rank):\n    pass\n{head}third{closes}"
+    )
+    out = suite()
+    assert "1 failed, 2 passed" in out and "the ranks cannot be asked for the test: " in out, out
+    assert not [*suite.folder.glob("runs/cluster-*")]
