@@ -11,6 +11,8 @@ OrchestrateError          1
 
 from __future__ import annotations
 
+import sys
+
 SUCCEEDED = 0
 FAILED = 1  # a worker failed
 LOST = 5  # the engine stopped responding, so the outcome is unknown
@@ -26,6 +28,8 @@ class OrchestrateError(Exception):
     def __init__(self, message: str, hint: str = "") -> None:
         super().__init__(message)
         self.hint = hint
+        if hint and sys.version_info >= (3, 11):
+            self.add_note(f"hint: {hint}")  # which tracebacks show
 
 
 class UsageError(OrchestrateError):

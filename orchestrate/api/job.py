@@ -256,6 +256,8 @@ def _result(job: Job, quiet: bool) -> Result:
         if not quiet:
             job._follow()
         result = job.wait()
+    except JobFailed:  # it has ended
+        raise
     except BaseException:
         stopped.ask(job._paths)
         raise

@@ -124,13 +124,14 @@ print(*(each.tolist() for each in lazy))
 
 
 def test_a_job_that_fails_must_be_an_exception_with_its_root_cause(program):
-    out, _ = program("""
+    out, err = program("""
 for call in (functions.fails, 1), (functions.odd,):
     try:
         orchestrate.run(*call, **O)
     except orchestrate.JobFailed as error:
         print(error, error.hint, error.result.report["outcome"])
 """)
+    assert "stop" not in err  # it has ended
     text = "\n".join(out)
     assert "root cause: rank 1 on trainer-1 exited with code 1\n    Traceback (most recent call last):\n" in text
     assert 'functions.py", line 25, in fails' in text and "call.py" not in text
