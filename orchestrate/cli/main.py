@@ -76,7 +76,8 @@ def _dispatch(args: argparse.Namespace) -> int:
         from orchestrate.cli.find import resolve_runs  # with what a job is: --help needs none of it
 
         resolve_runs(args)
-    if args.script is not None and not COMMANDS[args.command].script:
+    about = COMMANDS[args.command]
+    if args.script is not None and not about.script and not about.inside:
         raise UsageError(f"{args.command} does not take a script", f"python -m orchestrate {args.command} --help")
     code: int = module(args.command).run(args)
     return code

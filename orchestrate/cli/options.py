@@ -68,6 +68,8 @@ def parser(command: str) -> Parser:
         added = subparsers.add_parser(name, description=f"{about.summary[0].upper()}{about.summary[1:]}.")
         if about.plans or about.script:
             added.usage = "%(prog)s [JOB.yaml] [options]" + f"\n         {COMMAND}" * about.script
+        if about.inside:
+            added.usage = "%(prog)s [JOB] [options] -- COMMAND"
         if name == command:
             module(name).add_arguments(added)
     top.add_verbose()

@@ -12,6 +12,7 @@ class Command(NamedTuple):
     group: str = ""
     plans: bool = False  # it takes a job file and options, and creates or plans a run directory
     script: bool = False  # it takes the job's own command
+    inside: bool = False  # it takes a command after `--`
     job: bool = False  # it takes a job that exists
     removes: bool = False  # it removes run directories
 
@@ -35,6 +36,8 @@ COMMANDS = {
     "events": Command("print what happened to a job, and when", LOOK, job=True),
     "report": Command("write a page about jobs that have ended: report.html", LOOK, job=True),
     "serve": Command("show jobs in a web browser on this machine", LOOK),
+    "exec": Command("run a command beside a worker of a running job", DIRECT, inside=True, job=True),
+    "shell": Command("start a shell beside a worker of a running job", DIRECT, job=True),
     "attach": Command("follow a job until it ends; take over if it has no supervisor", DIRECT, job=True),
     "wait": Command("wait until a job ends, and exit with its exit code", DIRECT, job=True),
     "stop": Command("stop a job and remove its nodes", DIRECT, job=True),

@@ -5,15 +5,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from enum import Enum
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from orchestrate.dataclass import dataclass, field
 from orchestrate.errors import UsageError
 from orchestrate.files.paths import NAME, NODES
-from orchestrate.plan.plan import Inventory, Placement, Plan
+from orchestrate.plan.plan import Inventory, Placement, Plan, WorkerPlan
 from orchestrate.record.outcomes import Activity, Stack, WorkerExit
 from orchestrate.record.paths import JobPaths
 from orchestrate.spec.causes import Reason
@@ -82,6 +82,14 @@ class Observed:
     exits: list[WorkerExit] = field(default_factory=list)  # workers that have ended, in order
     starting: set[int] = field(default_factory=set)  # ranks that have not started, e.g. while nodes import modules
     troubles: dict[str, str] = field(default_factory=dict)  # by node: `paused`, `silent` or `partition` (cut off)
+
+
+class Local(NamedTuple):
+    """A command that this process can run."""
+
+    words: list[str]
+    env: Mapping[str, str]
+    cwd: str | None = None
 
 
 class Session(Protocol):
@@ -173,6 +181,13 @@ class Engine(Protocol):
 
     def open(self, spec: JobSpec, plan: Plan, run: Path, warn: Callable[[str], None]) -> Session:
         """Open the session of a job, whose nodes may exist already; `warn` receives messages for the user."""
+
+    def inside(self, spec: JobSpec, plan: Plan, run: Path, worker: WorkerPlan, terminal: bool) -> Local:
+        """Return what starts a command beside a worker, with its environment and working directory.
+
+        The words of that command follow; `terminal` gives it a terminal. `run` is the folder that nodes see. Raises
+        UsageError if that is not possible here, or the node of the worker does not run.
+        """
 
     def jobs(self) -> list[JobState]:
         """List the jobs that have nodes here."""

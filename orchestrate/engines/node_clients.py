@@ -303,7 +303,7 @@ class NodeClients:
         spec, request = self.access.spec, self.access.request(worker, self.command)
         if spec.contents:
             paths = {name: f"{self.access.secrets}/{name}" for name in spec.contents}
-            env = {f"{name}{secret_files.SUFFIX}": path for name, path in paths.items()} | request.env
+            env = secret_files.variables(spec, self.access.secrets) | request.env
             request = request._replace(env=env, secrets={path: spec.contents[name] for name, path in paths.items()})
         if spec.before:
             request = request._replace(before=[*spec.before])

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from orchestrate.clock import SYSTEM, Clock, wait_until
-from orchestrate.console import during
+from orchestrate.console import during, print_message
 from orchestrate.engines import check_cache, sockets, venv
-from orchestrate.engines.base import SWARMS, JobState, Observed, ignoring, never
+from orchestrate.engines.base import SWARMS, JobState, Local, Observed, ignoring, never
 from orchestrate.engines.client_session import ClientSession, key_of
 from orchestrate.engines.connection import NodeConnection
 from orchestrate.engines.node_clients import NodeClients
@@ -35,6 +35,7 @@ from orchestrate.plan.container import UNBUFFERED
 from orchestrate.plan.plan import Inventory, Placement, Plan, WorkerPlan, may_use_torch
 from orchestrate.plan.preload import preload
 from orchestrate.record.outcomes import LOST_EXIT_CODE, WorkerExit
+from orchestrate.spec import secret_files
 from orchestrate.spec.causes import Reason
 from orchestrate.spec.folders import data_folders
 from orchestrate.spec.source import GIT
@@ -118,6 +119,12 @@ class ProcessEngine:
     def open(self, spec: JobSpec, plan: Plan, run: Path, warn: Callable[[str], None]) -> ProcessSession:
         """Open the session of a job; raises EngineError if it has no key."""
         return ProcessSession(self.state / plan.project, spec, plan, run, warn, self.clock)
+
+    def inside(self, spec: JobSpec, plan: Plan, run: Path, worker: WorkerPlan, terminal: bool) -> Local:
+        """Return the environment and the working directory of a worker."""
+        session = self.open(spec, plan, run, print_message)
+        request = session.request(worker, ())
+        return Local([], secret_files.variables(spec, session.secrets) | request.env, request.cwd)
 
     def jobs(self) -> list[JobState]:
         """List the jobs whose nodes listen."""

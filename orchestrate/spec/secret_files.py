@@ -25,6 +25,11 @@ def with_contents(spec: JobSpec) -> JobSpec:
     return dataclasses.replace(spec, contents=contents)
 
 
+def variables(spec: JobSpec, folder: str) -> dict[str, str]:
+    """Return the variables with the paths of the secret files, which are in a folder of nodes."""
+    return {f"{name}{SUFFIX}": f"{folder}/{name}" for name in spec.contents}
+
+
 def _read(name: str, source: str) -> str:
     if source == OF_SHELL:
         if not os.environ.get(name):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
-from orchestrate.engines.base import Engine, JobState, Observed, Session, Stop, never
+from orchestrate.engines.base import Engine, JobState, Local, Observed, Session, Stop, never
 from orchestrate.errors import EngineError
-from orchestrate.plan.plan import Inventory, Placement, Plan, names
+from orchestrate.plan.plan import Inventory, Placement, Plan, WorkerPlan, names
 from orchestrate.record.outcomes import Activity, Stack, WorkerExit
 from orchestrate.spec.causes import Reason
 from orchestrate.spec.spec import JobSpec
@@ -46,6 +46,10 @@ class RecordingEngine:
     def prepare(self, spec: JobSpec, run: Path) -> None:
         """Record the call."""
         self.calls.append("prepare")
+
+    def inside(self, spec: JobSpec, plan: Plan, run: Path, worker: WorkerPlan, terminal: bool) -> Local:
+        """Return nothing but the worker's environment."""
+        return Local([], worker.env)
 
     def inventory(self, spec: JobSpec, run: Path, run_image: bool) -> tuple[Inventory, Placement]:
         """Return two cores and no GPU."""

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-from orchestrate.engines.base import JobState
-from orchestrate.engines.docker import image, mounts, objects
+from orchestrate.engines.base import JobState, Local
+from orchestrate.engines.docker import compose_override, image, labels, mounts, objects
 from orchestrate.engines.docker.client import Daemon
 from orchestrate.engines.docker.session import DockerSession
-from orchestrate.plan.plan import Inventory, Placement, Plan
+from orchestrate.errors import UsageError
+from orchestrate.plan.plan import Inventory, Placement, Plan, WorkerPlan
+from orchestrate.spec import secret_files
 from orchestrate.spec.spec import JobSpec
 
 
@@ -37,6 +40,19 @@ class DockerEngine:
     def open(self, spec: JobSpec, plan: Plan, run: Path, warn: Callable[[str], None]) -> DockerSession:
         """Open the session of a job; raises EngineError if its folder cannot be mounted."""
         return DockerSession(self.daemon, spec, plan, run, warn)
+
+    def inside(self, spec: JobSpec, plan: Plan, run: Path, worker: WorkerPlan, terminal: bool) -> Local:
+        """Return `docker exec` in the worker's container; values of variables are in the environment of that program.
+
+        Raises UsageError if the container does not run.
+        """
+        found = [node for node in objects.nodes_of(self.daemon, plan.project) if labels.node(node) == worker.node]
+        if not found or found[0].status != "running":
+            raise UsageError(f"{worker.node} is {found[0].status if found else 'missing'}", "docker ps --all")
+        env = {**secret_files.variables(spec, compose_override.SECRETS), **worker.env, "NODE_KEY": ""}
+        words = ["docker", "--host", self.daemon.host, "exec", "--interactive", *["--tty"] * terminal]
+        words += ["--workdir", plan.placement.cwd(mounts.CODE), *(f"--env={name}" for name in env), str(found[0].id)]
+        return Local(words, os.environ | env)
 
     def jobs(self) -> list[JobState]:
         """List the jobs that have nodes, by label."""

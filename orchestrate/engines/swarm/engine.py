@@ -6,15 +6,16 @@ import math
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-from orchestrate.engines.base import JobState
+from orchestrate.engines.base import JobState, Local
 from orchestrate.engines.docker.image import ensure_image
 from orchestrate.engines.docker.mounts import check_link
 from orchestrate.engines.swarm import service_spec
 from orchestrate.engines.swarm.manager import Manager, gpus, total_gpus
 from orchestrate.engines.swarm.session import SwarmSession
 from orchestrate.engines.swarm.upload import code_files
+from orchestrate.errors import UsageError
 from orchestrate.files.paths import code_folder
-from orchestrate.plan.plan import Inventory, Placement, Plan, pluralize
+from orchestrate.plan.plan import Inventory, Placement, Plan, WorkerPlan, pluralize
 from orchestrate.plan.preload import preload
 from orchestrate.spec.spec import IMAGE, JobSpec
 
@@ -73,6 +74,10 @@ class SwarmEngine:
     def open(self, spec: JobSpec, plan: Plan, run: Path, warn: Callable[[str], None]) -> SwarmSession:
         """Open the session of a job; raises EngineError if it has no key."""
         return SwarmSession(self.manager, spec, plan, run, warn)
+
+    def inside(self, spec: JobSpec, plan: Plan, run: Path, worker: WorkerPlan, terminal: bool) -> Local:
+        """Raise UsageError: an engine runs commands only in its own containers."""
+        raise UsageError("commands cannot run in nodes of a Swarm", f"docker exec, on the host of {worker.node}")
 
     def jobs(self) -> list[JobState]:
         """List the jobs that have services here."""
