@@ -26,7 +26,7 @@ from orchestrate.spec.spec import JobSpec
 log = logging.getLogger(__name__)
 
 NODE_EXIT_TIMEOUT = 5.0  # maximum seconds for a node to exit
-STACKS_TIMEOUT = 3.0  # seconds to wait for stacks; a node waits for one second
+STACKS_TIMEOUT = 4.0  # seconds to wait for stacks; a node waits for two seconds
 STATUS_TIMEOUT = 1.0  # seconds to wait for a status during a job; a paused node sends none
 
 

@@ -11,7 +11,8 @@ from orchestrate.node.traffic import Timers
 
 SHOW_STACK = 46  # as in zygote.py
 MAX_STACK = 1 << 15  # bytes; Python writes 100 frames at most
-LOOK, MAX_LOOKS = 0.02, 50  # seconds between two looks at what a worker has written, and their number
+HEAD = b"Stack (most recent call first):\n"  # of Python's fault handler, for one thread
+LOOK, MAX_LOOKS = 0.02, 100  # seconds between two looks at what a worker has written, and their number
 Tell = Callable[[int, str, str], None]  # gets rank and stack of a worker, or why there is none
 
 
@@ -44,8 +45,9 @@ class Stack:
         return os.fstat(self.file).st_size if self.file >= 0 else 0
 
     def text(self) -> str:
-        """Return what the worker has written."""
-        return os.pread(self.file, MAX_STACK, 0).decode(errors="replace") if self.size else ""
+        """Return what the worker has written last: an earlier signal may have been handled late."""
+        _, head, frames = os.pread(self.file, MAX_STACK, 0).rpartition(HEAD) if self.size else (b"", b"", b"")
+        return (head + frames).decode(errors="replace")
 
     def close(self) -> None:
         """Close it."""
