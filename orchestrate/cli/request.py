@@ -10,6 +10,8 @@ from orchestrate.console import print_message
 from orchestrate.errors import UsageError
 from orchestrate.files.paths import hidden
 from orchestrate.node.command import launcher
+from orchestrate.spec import values
+from orchestrate.spec.command import ignored
 from orchestrate.spec.layers import read_file, read_set
 from orchestrate.spec.spec import APP, JobSpec
 from orchestrate.supervise.notify import is_url
@@ -28,6 +30,9 @@ def spec_of(args: argparse.Namespace) -> JobSpec:
         if word.partition("=")[0] in OURS:
             print_message(f"warning: {word} comes after the script, and so is an argument of the script")
     spec = request.spec_of(of_file, options)
+    command = options.get("command") or of_file.get("command") or ()
+    for flag, instead in ignored(values.command.parse(command) if command else APP).items():
+        print_message(f"warning: torchrun's {flag} has no effect: {instead}")
     runs_command = args.command not in ("up", "doctor")
     default = spec.command == APP and "command" not in of_file and "command" not in options
     if runs_command and default and (spec.source or hidden()):

@@ -11,32 +11,19 @@ from orchestrate.errors import UsageError
 from orchestrate.node.command import LAUNCHERS, PYTHON, begins, named
 
 RUN, LAUNCH = "torch.distributed.run", "torch.distributed.launch"
-# Flags of torchrun (torch 2.15) for what the orchestrator does itself: rendezvous, logs and monitoring of workers.
-IGNORED_FLAGS = [
-    "--duplicate-stderr-filters",
-    "--duplicate-stdout-filters",
-    "--event-log-handler",
-    "--log-line-prefix-template",
-    "--numa-binding",
-    "--shutdown-timeout",
-    "--rdzv-backend",
-    "--rdzv-endpoint",
-    "--rdzv-id",
-    "--rdzv-conf",
-    "--monitor-interval",
-    "--start-method",
-    "--role",
-    "--log-dir",
-    "--redirects",
-    "--tee",
-    "--local-ranks-filter",
-    "--node-rank",
-    "--master-addr",
-    "--master-port",
-    "--local-addr",
-    "--logs-specs",
-    "--signals-to-handle",
-]
+# Flags of torchrun (torch 2.15) that are ignored, and what to use instead; empty if what they ask for is done anyway.
+LOGS, FILES = "--ranks selects what is printed", "logs of all ranks are in the run directory"
+IGNORED_FLAGS = {
+    **dict.fromkeys(["--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--rdzv-conf", "--node-rank"], ""),
+    **dict.fromkeys(["--master-addr", "--master-port", "--local-addr", "--monitor-interval", "--start-method"], ""),
+    **dict.fromkeys(["--duplicate-stderr-filters", "--duplicate-stdout-filters", "--local-ranks-filter"], LOGS),
+    **dict.fromkeys(["--log-dir", "--redirects", "--tee", "--logs-specs", "--log-line-prefix-template"], FILES),
+    "--event-log-handler": "events.jsonl has the events",
+    "--numa-binding": "--set pin=true binds workers to cores",
+    "--role": "ROLE_NAME is default",
+    "--shutdown-timeout": "--set grace=30s sets that time",
+    "--signals-to-handle": "SIGINT, SIGTERM and SIGHUP stop a job",
+}
 SHORT_FLAGS = {"--redirects": "-r", "--tee": "-t"}
 HINT = "use the options of run instead: run [options] -- SCRIPT ARGS"
 
@@ -47,15 +34,18 @@ def read(words: tuple[str, ...]) -> tuple[tuple[str, ...], dict[str, Any]]:
     `python SCRIPT.py` becomes `SCRIPT.py`, for which a worker can be forked; so does `torchrun FLAGS SCRIPT.py`, whose
     flags set the numbers of nodes, workers and restarts. Raises UsageError for flags that are not supported.
     """
-    if PurePath(words[0]).name == "torchrun":
-        return _torchrun(words[1:])
-    if PYTHON.fullmatch(words[0]):
-        rest = words[2:] if words[1:2] == ("-u",) else words[1:]
-        if rest[:2] in (("-m", RUN), ("-m", LAUNCH)):
-            return _torchrun(rest[2:], legacy=rest[1] == LAUNCH)
-        if rest and (rest[0] == "-m" or (rest[0].endswith(".py") and not rest[0].startswith("-"))):
-            return rest, {}
+    if found := _flags(words):
+        return _torchrun(found)
+    rest = _after_python(words)
+    if rest and (rest[0] == "-m" or (rest[0].endswith(".py") and not rest[0].startswith("-"))):
+        return rest, {}
     return words, {}
+
+
+def ignored(words: tuple[str, ...]) -> dict[str, str]:
+    """Return the flags of torchrun in a command that have no effect, each with what to use instead."""
+    found = _flags(words)
+    return {flag: IGNORED_FLAGS[flag] for flag in found.ignored if IGNORED_FLAGS[flag]} if found else {}
 
 
 def other_launcher(words: tuple[str, ...]) -> str:
@@ -65,12 +55,36 @@ def other_launcher(words: tuple[str, ...]) -> str:
     return "" if joins and any(word.partition("=")[0] == joins for word in words) else named(start)
 
 
+def _after_python(words: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the words after `python` or `python -u`; empty for another command."""
+    if not PYTHON.fullmatch(words[0]):
+        return ()
+    return words[2:] if words[1:2] == ("-u",) else words[1:]
+
+
+def _flags(words: tuple[str, ...]) -> argparse.Namespace | None:
+    """Return the flags of a command that is torchrun's; None for any other. Raises UsageError."""
+    rest = _after_python(words)
+    if PurePath(words[0]).name == "torchrun":
+        return _parsed(words[1:], legacy=False)
+    if rest[:2] in (("-m", RUN), ("-m", LAUNCH)):
+        return _parsed(rest[2:], legacy=rest[1] == LAUNCH)
+    return None
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"torchrun: {message}", HINT)
 
 
-def _torchrun(words: tuple[str, ...], legacy: bool = False) -> tuple[tuple[str, ...], dict[str, Any]]:
+class _Ignored(argparse.Action):
+    """Keeps the name of an option."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option: str | None = None) -> None:
+        namespace.ignored = [*namespace.ignored, str(self.metavar)]
+
+
+def _parsed(words: tuple[str, ...], legacy: bool) -> argparse.Namespace:
     """Parse torchrun's flags, or those of its `legacy` form, which passes the script its local rank as an argument."""
     parser = _Parser(prog="torchrun", add_help=False)
     parser.add_argument("--nnodes", type=_nodes, default={})
@@ -85,9 +99,13 @@ def _torchrun(words: tuple[str, ...], legacy: bool = False) -> tuple[tuple[str, 
         parser.add_argument("--use-env", "--use_env", action="store_true")
     for flag in IGNORED_FLAGS:
         names = {flag, f"--{flag[2:].replace('-', '_')}"} | ({SHORT_FLAGS[flag]} if flag in SHORT_FLAGS else set())
-        parser.add_argument(*sorted(names), dest="ignored")
+        parser.add_argument(*sorted(names), dest="ignored", metavar=flag, action=_Ignored, default=())
     parser.add_argument("words", nargs=argparse.REMAINDER)
-    found = parser.parse_args(words)
+    return parser.parse_args(words, argparse.Namespace(local_rank=legacy))
+
+
+def _torchrun(found: argparse.Namespace) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """Return what torchrun would run, and the keys that its flags set."""
     rest = tuple(found.words)
     if rest[:1] == ("--",):
         rest = rest[1:]
@@ -100,7 +118,7 @@ def _torchrun(words: tuple[str, ...], legacy: bool = False) -> tuple[tuple[str, 
         keys["max_restarts"] = found.max_restarts
     if found.virtual_local_rank:
         keys["virtual_local_rank"] = True
-    if legacy and not found.use_env:
+    if found.local_rank and not found.use_env:
         rest = (rest[0], "--local-rank=$LOCAL_RANK", *rest[1:])
     if found.module:
         return ("-m", *rest), keys

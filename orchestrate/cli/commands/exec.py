@@ -34,10 +34,7 @@ def add_node(group: argparse._ActionsContainer) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run a command beside one worker, or one of each node; return its exit code, or the first that is not 0."""
-    if not args.script:
-        hint = f"{console.called()} exec latest -- nvidia-smi"
-        raise UsageError("no command: it comes after --", hint)
-    return beside(args, args.script, terminal=False)
+    return beside(args, args.script or (), terminal=False)
 
 
 def beside(args: argparse.Namespace, command: Sequence[str], terminal: bool) -> int:
@@ -45,6 +42,8 @@ def beside(args: argparse.Namespace, command: Sequence[str], terminal: bool) -> 
     paths = find.paths_of(args)
     spec, plan = run_dir.load(paths)
     name = paths.root.name
+    if not command:
+        raise UsageError("no command: it comes after --", f"{console.called()} exec {name} -- nvidia-smi")
     if run_dir.ended(paths):
         raise UsageError(f"{name} has ended", f"{console.called()} logs {name}")
     firsts: dict[str, WorkerPlan] = {}

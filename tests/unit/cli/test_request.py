@@ -35,6 +35,21 @@ def test_options_after_the_script_must_be_pointed_out(planned, word):
         assert planned(*start, "--nproc-per-node", "2", "train.py") == []
 
 
+def test_flags_of_torchrun_that_have_no_effect_must_be_named_with_what_to_use_instead(planned, tmp_path):
+    done = ("--rdzv-backend", "c10d", "--master_port", "1", "--rdzv_id=x")  # what the orchestrator does itself
+    lost = ("--numa-binding", "node", "--tee=3", "-r", "1")
+    warnings = [
+        "warning: torchrun's --numa-binding has no effect: --set pin=true binds workers to cores",
+        "warning: torchrun's --tee has no effect: logs of all ranks are in the run directory",
+        "warning: torchrun's --redirects has no effect: logs of all ranks are in the run directory",
+    ]
+    for start in (["torchrun"], ["python", "-u", "-m", "torch.distributed.run"]):
+        assert planned(*start, *done, "train.py", "--tee", "3") == []
+        assert planned(*start, *done, *lost, "train.py") == warnings
+    (tmp_path / "job.yaml").write_text(f"command: torchrun {' '.join(lost)} train.py")
+    assert planned(str(tmp_path / "job.yaml")) == warnings
+
+
 def test_many_workers_on_few_cores_must_be_pointed_out(planned):
     count = len(HERE.cores)
     assert planned("--nodes", str(32 * count), "train.py") == []

@@ -348,7 +348,7 @@ def test_the_inventory_must_describe_this_machine(tmp_path, monkeypatch):
 @pytest.mark.parametrize("key", OF_CONTAINERS)
 def test_a_key_that_local_processes_do_not_support_must_be_refused_unless_optional(tmp_path, key):
     requested = {"gpus": "none", "image": IMAGE, "labels": {"a": "b"}, key: OF_CONTAINERS[key]}
-    with pytest.raises(UsageError, match=f"^the process engine does not support {key}$") as error:
+    with pytest.raises(UsageError, match=f"^the process engine does not support {key}(\n|$)") as error:
         ProcessEngine().inventory(spec(**requested, optional=["labels"]), tmp_path, False)
     before, _, listed = error.value.hint.partition("=")
     assert (before, {*listed.split(",")}) == ("remove it, or mark it as optional: --set optional", {key, "labels"})

@@ -63,7 +63,7 @@ def test_a_job_whose_cluster_is_used_by_another_job_must_report_it_and_start_not
     planned = plan(JobSpec(), HERE.but(cluster="held"), "j", 29500)
     run_dir.create(JobSpec(), planned, paths)
     engine = RecordingEngine()
-    with pytest.raises(UsageError, match="held is in use by another job$") as refused:
+    with pytest.raises(UsageError, match="held is in use by another job(\n|$)") as refused:
         launch.supervise(paths, engine, lambda: 0, watched(paths, Display(print)))
     assert "attach j" in refused.value.hint
     assert not engine.calls

@@ -6,6 +6,7 @@ import re
 import pytest
 from support.memory import peak
 from support.processes import gone
+from support.waiting import eventually
 
 from orchestrate.spec import git
 
@@ -16,7 +17,7 @@ def test_what_git_has_started_must_end_with_it(tmp_path):
     command = ["sh", "-c", f"sleep 1000 & echo $! > {tmp_path}/child; wait"]
     with pytest.raises(git.Late, match=re.escape("git did not finish within 0.5 s")):
         git.run(command, ENV, 100, 0.5, errors=True)
-    assert gone(int((tmp_path / "child").read_text()))
+    assert eventually(lambda: gone(int((tmp_path / "child").read_text())))
 
 
 @pytest.mark.parametrize("errors", [True, False])

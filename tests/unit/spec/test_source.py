@@ -61,7 +61,7 @@ def test_an_error_of_git_must_be_shown_without_its_advice(tmp_path, monkeypatch)
     (tmp_path / "ssh").chmod(0o755)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("GIT_SSH_COMMAND", str(tmp_path / "ssh"))
-    expected = r"publickey\)\.; fatal: Could not read from remote repository\.$"
+    expected = r"publickey\)\.; fatal: Could not read from remote repository\.(\n|$)"
     with pytest.raises(ResourceError, match=expected):
         source.check_out(source.parsed("git+ssh://me@host/a"))
 
