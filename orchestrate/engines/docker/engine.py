@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
 from collections.abc import Callable, Collection
 from pathlib import Path
 
@@ -14,6 +16,8 @@ from orchestrate.errors import UsageError
 from orchestrate.plan.plan import Inventory, Placement, Plan, WorkerPlan
 from orchestrate.spec import secret_files
 from orchestrate.spec.spec import JobSpec
+
+OF_CLI = re.compile("(LD_|DOCKER_|(PATH|HOME)$)")  # variables that the docker command uses itself
 
 
 class DockerEngine:
@@ -50,9 +54,11 @@ class DockerEngine:
         if not found or found[0].status != "running":
             raise UsageError(f"{worker.node} is {found[0].status if found else 'missing'}", "docker ps --all")
         env = {**secret_files.variables(spec, compose_override.SECRETS), **worker.env, "NODE_KEY": ""}
-        words = ["docker", "--host", self.daemon.host, "exec", "--interactive", *["--tty"] * terminal]
-        words += ["--workdir", plan.placement.cwd(mounts.CODE), *(f"--env={name}" for name in env), str(found[0].id)]
-        return Local(words, os.environ | env)
+        words = [shutil.which("docker") or "docker", "--host", self.daemon.host, "exec", "--interactive"]
+        words += [*["--tty"] * terminal, "--workdir", plan.placement.cwd(mounts.CODE)]
+        words += [f"--env={name}={value}" if OF_CLI.match(name) else f"--env={name}" for name, value in env.items()]
+        ours = os.environ | {name: value for name, value in env.items() if not OF_CLI.match(name)}
+        return Local([*words, str(found[0].id)], ours)
 
     def jobs(self) -> list[JobState]:
         """List the jobs that have nodes, by label."""
