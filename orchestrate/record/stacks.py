@@ -14,8 +14,7 @@ from orchestrate.record.paths import JobPaths
 
 def ask(paths: JobPaths) -> None:
     """Ask the supervisor of a job for the stacks of its workers; raises OSError."""
-    remove(paths)
-    os.close(os.open(paths.stacks_asked, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+    os.close(os.open(paths.stacks_asked, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600))
 
 
 def asked(paths: JobPaths) -> bool:

@@ -73,9 +73,11 @@ def _named(ranks: Sequence[int]) -> str:
 def _ask(paths: JobPaths, clock: Clock) -> Mapping[int, Stack]:
     """Return the stacks of running workers, by rank; raises OrchestrateError if the supervisor does not respond."""
     deadline = clock.monotonic() + TIMEOUT
-    stacks.ask(paths)
+    stacks.remove(paths)  # of a command that was killed
     try:
         while (found := stacks.read(paths)) is None:
+            if not stacks.asked(paths):  # again, if another command has removed question and answer
+                stacks.ask(paths)
             if run_dir.ended(paths):
                 raise UsageError(f"{paths.root.name} has ended", f"python -m orchestrate logs {paths.root.name}")
             if not lock.holder(paths):

@@ -94,6 +94,23 @@ def test_files_below_the_current_folder_must_be_shown_relative_to_it(show):
     assert show({0: stack(f'  File "{os.getcwd()}/a/b.py", line 1 in f\n')})[0] == "rank 0: running at a/b.py:1 in f"
 
 
+def test_a_question_that_another_command_has_removed_must_be_asked_again(do, runs):
+    paths, turns = create(JobPaths(runs / "a-1")), [0]
+
+    def meanwhile() -> None:
+        turns[0] += 1
+        if turns[0] == 1:
+            stacks.answer(paths, {0: stack(LOADS)})
+            stacks.remove(paths)  # by the other one, which has read it
+        elif stacks.asked(paths) and turns[0] > 2:
+            stacks.answer(paths, {0: stack(WAITS)})
+
+    do.clock = Meanwhile(meanwhile)
+    with supervised(paths.root):
+        code, out, _ = do("stacks", "a-1")
+    assert code == 0 and out[0].startswith("rank 0: waiting")
+
+
 def test_a_job_without_an_answer_must_be_an_error(do, runs):
     paths = create(JobPaths(runs / "a-1"))
     code, _, err = do("stacks", "a-1")
@@ -122,6 +139,7 @@ def test_a_damaged_answer_must_count_as_none(paths, content):
 def test_a_link_must_be_neither_followed_nor_answered(paths, tmp_path):
     for path in (paths.stacks, paths.stacks_asked):
         path.symlink_to(tmp_path / "elsewhere")
-    stacks.ask(paths)
+    with pytest.raises(OSError, match="symbolic"):
+        stacks.ask(paths)
     stacks.answer(paths, {0: Stack("x")})
     assert not (tmp_path / "elsewhere").exists() and json.loads(paths.stacks.read_text()) == {"0": ["x", "", ""]}
