@@ -39,6 +39,9 @@ class Shape:
     secrets: tuple[str, ...]  # environment variables whose values are not exported
 
 
+BROUGHT = ("before", "chdir", "virtual_local_rank", "sagemaker", "services", "ports", "labels", "isolated", "stdin")
+
+
 def shape(spec: JobSpec, name: str) -> Shape:
     """Return the shape of a job without access to the target machines.
 
@@ -102,11 +105,7 @@ def _check(spec: JobSpec) -> None:
         raise UsageError("a command with a secret cannot be exported", "let the script read it from its variable")
     if spec.files:
         raise UsageError("secrets as files cannot be exported", "use env, and list their names in secrets")
-    if brought := [
-        key
-        for key in ("before", "chdir", "virtual_local_rank", "services", "ports", "labels", "isolated", "stdin")
-        if getattr(spec, key)
-    ]:
+    if brought := [key for key in BROUGHT if getattr(spec, key)]:
         raise UsageError(
             f"{', '.join(brought)} cannot be exported", "remove them from the job file, and edit the exported file"
         )

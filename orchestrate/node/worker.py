@@ -25,6 +25,8 @@ OOM_COUNTERS = (  # of cgroup v2, cgroup v1 and the machine
     "/sys/fs/cgroup/memory/memory.oom_control",
     "/proc/vmstat",
 )
+FOLDERS = ("logs", "checkpoints")  # that a node creates in a job's folder
+SAGEMAKER, OF_SAGEMAKER = "SM_MODEL_DIR", ("model", "output", "output/data")  # with `sagemaker: true`
 PF_EXITING = 4  # a flag in /proc/PID/stat, from linux/sched.h
 
 
@@ -191,7 +193,9 @@ class Log:
         if "JOB_DIR" not in env:
             return
         try:
-            self.file = _log_file(env["JOB_DIR"], f"rank-{self.rank}.log")
+            self.file = _log_file(
+                env["JOB_DIR"], f"rank-{self.rank}.log", [*FOLDERS, *OF_SAGEMAKER * (SAGEMAKER in env)]
+            )
             within_a_line = _ends_within_a_line(self.file)
         except OSError as error:
             print_message(f"rank {self.rank}: no log file: {error}")
@@ -258,12 +262,15 @@ def kill(workers: list[Worker], number: int) -> None:
         worker.kill(number)
 
 
-def _log_file(job_dir: str, name: str) -> int:
-    """Open a log in a job's folder, which workers can write to; raises OSError if it is not a regular file."""
+def _log_file(job_dir: str, name: str, folders: list[str]) -> int:
+    """Create folders in a job's folder, which workers can write to, and open a log there.
+
+    Raises OSError if that is not a regular file.
+    """
     os.makedirs(job_dir, exist_ok=True)
     top = os.open(job_dir, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        for folder in ("logs", "checkpoints"):
+        for folder in folders:
             with contextlib.suppress(OSError):
                 os.mkdir(folder, dir_fd=top)
         logs = os.open("logs", FOLDER, dir_fd=top)

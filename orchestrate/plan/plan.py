@@ -16,6 +16,7 @@ from orchestrate.files.paths import NAME, STDIN, WORK
 from orchestrate.host.cores import shares_near
 from orchestrate.node import checks
 from orchestrate.node.ranks import assign
+from orchestrate.plan import environment, sagemaker
 from orchestrate.plan.limits import Limits, limits
 from orchestrate.spec.redact import Mask, redacted
 from orchestrate.spec.sizes import UNLIMITED, format_bytes
@@ -212,7 +213,8 @@ def plan(
     cores = _assigned_cores(spec, inventory, gpus, world_size)
     project = placement.cluster or job_id
     address = placement.master_addr or (nodes[0] if nodes[0] == "master" else f"{project}-{nodes[0]}")
-    machine = {"host": "", "cpus": _usable_cores(spec, inventory, len(nodes)), "gpus": list(gpus)}
+    cpus, cwd = _usable_cores(spec, inventory, len(nodes)), str(Path(placement.cwd(placement.code), spec.chdir))
+    machine = {"host": "", "cpus": cpus, "gpus": list(gpus)}
     envs = assign([machine for _ in nodes], nproc, address, port, job_id, placement.interface)
     of_job = _env_of_job(spec, placement, job_id, generation)
     stdin = {"WORKER_STDIN": f"{placement.job_dir}/{STDIN}"} if spec.stdin else {}
@@ -226,7 +228,8 @@ def plan(
             env=env
             | of_job
             | (stdin if not rank else {})
-            | _extra_env(spec, cores[rank], gpus[rank] if gpus else "", shared)
+            | environment.of_worker(spec, cores[rank], gpus[rank] if gpus else "", shared)
+            | (sagemaker.variables(spec, placement.data, cwd, nodes, env | of_job, cpus) if spec.sagemaker else {})
             | spec.env,
         )
         for rank, env in enumerate(envs)
@@ -377,14 +380,6 @@ def _gpus(spec: JobSpec, inventory: Inventory) -> tuple[str, ...]:
             )
         return inventory.gpus[: spec.gpus]
     return inventory.gpus
-
-
-def _extra_env(spec: JobSpec, cores: tuple[int, ...], gpu: str, shared: bool) -> dict[str, str]:
-    """Variables for non-default settings of a worker: its cores, command and only GPU, and NCCL on a shared GPU."""
-    own = {"WORKER_CORES": ",".join(map(str, cores))} if cores else {}
-    own |= {} if spec.expand else {"WORKER_EXPAND": "false"}
-    own |= {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": gpu} if spec.virtual_local_rank else {}
-    return own | ({"NCCL_MULTI_RANK_GPU_ENABLE": "1"} if shared else {})
 
 
 def _cores(cores: tuple[int, ...]) -> str:

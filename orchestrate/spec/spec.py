@@ -100,6 +100,11 @@ class JobSpec:
         values.boolean,
         "whether each worker sees only its own GPU, and has the local rank 0 (`torchrun --virtual-local-rank`)",
     )
+    sagemaker: bool = _field(
+        False,
+        values.boolean,
+        "whether to set the `SM_*` variables of [SageMaker's training scripts](docs/sagemaker.md)",
+    )
     gpus: str | int = _field("auto", values.gpus, "GPUs to use: `auto` (all that are free), `all`, `none`, or a number")
     share_gpus: bool = _field(
         False,

@@ -108,6 +108,7 @@ def test_a_generated_job_file_must_resolve_to_the_same_job(tmp_path):
         "gpus": 2,
         "share_gpus": True,
         "virtual_local_rank": True,
+        "sagemaker": True,
         "engine": "docker",
         "image": "mine:1.0",
         "dockerfile": "image",
