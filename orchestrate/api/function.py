@@ -126,7 +126,10 @@ def _with_tensors(value: Any, head: list[Any], folder: Folder, rank: int) -> Any
         raise ResourceError(f"rank {rank} returned tensors, and torch is missing here", hint) from None
 
     with folder.open(f"values/rank-{rank}.bin") as file:
-        data = bytearray(file.read(MAX_BYTES + 1))
+        if (size := os.fstat(file.fileno()).st_size) > MAX_BYTES:  # also of a file with holes
+            raise ValueError(f"it has more than {MAX_BYTES >> 30} GiB of tensors")
+        data = bytearray(size)
+        os.preadv(file.fileno(), [data], 0)
     left = len(data)
     for place, name, shape, offset in head:
         known = name in DTYPES and len(shape) <= MOST_DIMENSIONS

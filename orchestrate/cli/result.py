@@ -36,7 +36,7 @@ def show(args: argparse.Namespace, name: str, data: dict[str, Any]) -> int:
     if args.junit_xml:
         from orchestrate.record.junit import junit  # only here: it imports an XML library
 
-        write_whole(args.junit_xml, junit(data), mode=0o644)
+        write_whole(args.junit_xml.name, junit(data), args.junit_folder, mode=0o644)
     if args.json:
         stream(json.dumps({"run_directory": str(args.shown / name), **data}, indent=2))
     return exit_code(data)

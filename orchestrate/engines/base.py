@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 from enum import Enum
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import IO, NamedTuple, Protocol
 
 from orchestrate.dataclass import dataclass, field
 from orchestrate.errors import UsageError
@@ -90,6 +90,7 @@ class Local(NamedTuple):
     words: list[str]
     env: Mapping[str, str]
     cwd: str | None = None
+    files: tuple[IO[bytes], ...] = ()  # that it needs open
 
 
 class Session(Protocol):

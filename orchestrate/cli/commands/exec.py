@@ -73,7 +73,8 @@ def _run(command: Local) -> int:
     """Run a command with our terminal, and return its exit code, 128 + n if signal n ended it."""
     console.flush()
     try:
-        process = subprocess.Popen(command.words, env=dict(command.env), cwd=command.cwd)
+        files = [file.fileno() for file in command.files]
+        process = subprocess.Popen(command.words, env=dict(command.env), cwd=command.cwd, pass_fds=files)
     except FileNotFoundError:
         raise ResourceError(f"{command.words[0]} was not found", "give its path") from None
     with process:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import tempfile
 from collections.abc import Callable, Collection
 from pathlib import Path
 
@@ -17,7 +18,9 @@ from orchestrate.plan.plan import Inventory, Placement, Plan, WorkerPlan
 from orchestrate.spec import secret_files
 from orchestrate.spec.spec import JobSpec
 
-OF_CLI = re.compile("(LD_|DOCKER_|(PATH|HOME)$)")  # variables that the docker command uses itself
+# Variables that lead the docker command to programs, libraries or settings.
+OF_CLI = re.compile("LD_|DOCKER_|GCONV_|SSH_|SSL_|XDG_|[A-Za-z]+_proxy|[A-Z]+_PROXY|(PATH|HOME|TMPDIR|LOCPATH)$")
+MAX_LINE = 1 << 15  # characters of a variable in a file for --env-file, of whose lines Docker reads 64 KiB
 
 
 class DockerEngine:
@@ -46,19 +49,31 @@ class DockerEngine:
         return DockerSession(self.daemon, spec, plan, run, warn)
 
     def inside(self, spec: JobSpec, plan: Plan, run: Path, worker: WorkerPlan, terminal: bool) -> Local:
-        """Return `docker exec` in the worker's container; values of variables are in the environment of that program.
+        """Return `docker exec` in the worker's container.
 
+        The docker command does not use a job's variables itself: they could lead it to files that the job has written.
         Raises UsageError if the container does not run.
         """
         found = [node for node in objects.nodes_of(self.daemon, plan.project) if labels.node(node) == worker.node]
         if not found or found[0].status != "running":
             raise UsageError(f"{worker.node} is {found[0].status if found else 'missing'}", "docker ps --all")
         env = {**secret_files.variables(spec, compose_override.SECRETS), **worker.env, "NODE_KEY": ""}
+        lines, arguments, ours = "", list[str](), dict(os.environ)
+        for name, value in env.items():
+            if "\n" not in value and len(value) <= MAX_LINE:
+                lines += f"{name}={value}\n"
+            elif OF_CLI.match(name):
+                arguments.append(f"--env={name}={value}")
+            else:  # a private key, for example, that no other user may see
+                arguments.append(f"--env={name}")
+                ours[name] = value
+        file = tempfile.TemporaryFile()  # noqa: SIM115 (`Local` keeps it open)
+        file.write(os.fsencode(lines))
+        file.flush()
         words = [shutil.which("docker") or "docker", "--host", self.daemon.host, "exec", "--interactive"]
         words += [*["--tty"] * terminal, "--workdir", plan.placement.cwd(mounts.CODE)]
-        words += [f"--env={name}={value}" if OF_CLI.match(name) else f"--env={name}" for name, value in env.items()]
-        ours = os.environ | {name: value for name, value in env.items() if not OF_CLI.match(name)}
-        return Local([*words, str(found[0].id)], ours)
+        words += [f"--env-file=/dev/fd/{file.fileno()}", *arguments, str(found[0].id)]
+        return Local(words, ours, files=(file,))
 
     def jobs(self) -> list[JobState]:
         """List the jobs that have nodes, by label."""

@@ -4,6 +4,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 from support.commanded import create, end
+from support.methods import after
 from support.scripted import ALL_WELL, KILLED
 
 from orchestrate.record.paths import JobPaths
@@ -12,7 +13,7 @@ APP = ("--gpus", "none", "--", "-m", "app.train")
 
 
 def test_a_job_that_succeeds_must_be_a_test_that_passes(do, engine, tmp_path):
-    engine.generations, file = [[ALL_WELL]], tmp_path / "new" / "junit.xml"
+    engine.generations, file = [[ALL_WELL]], tmp_path / "junit.xml"
     assert do("run", "--name", "digits", "--trainers", "2", "--junit-xml", file, *APP)[0] == 0
     (suite,) = ET.parse(file).getroot()
     (case,) = suite
@@ -46,6 +47,21 @@ def test_a_job_that_did_not_end_by_itself_must_be_an_error(do, runs, tmp_path, o
     )
     properties = {each.get("name"): each.get("value") for each in suite.iter("property")}
     assert properties["loss"] == "[1m0.5"  # without what XML cannot contain
+
+
+def test_a_job_must_not_lead_the_file_elsewhere(do, engine, tmp_path):
+    engine.generations = [[ALL_WELL]]
+    (tmp_path / "sub").mkdir(), (tmp_path / "elsewhere").mkdir()
+
+    def swap(plan, stopped=None) -> None:
+        (tmp_path / "sub").rename(tmp_path / "moved")
+        (tmp_path / "sub").symlink_to(tmp_path / "elsewhere")
+
+    engine.start = after(engine.start, lambda: swap(None))
+    assert do("run", "--trainers", "2", "--junit-xml", tmp_path / "sub" / "junit.xml", *APP)[0] == 0
+    assert not [*(tmp_path / "elsewhere").iterdir()] and (tmp_path / "moved" / "junit.xml").exists()
+    code, _, err = do("run", "--junit-xml", tmp_path / "none" / "junit.xml", *APP)
+    assert code == 2 and "No such file" in err[-2]
 
 
 def test_what_is_not_a_file_must_be_refused_before_there_is_a_job_and_kept(do, runs, tmp_path):
