@@ -129,7 +129,8 @@ def _with_tensors(value: Any, head: list[Any], folder: Folder, rank: int) -> Any
         if (size := os.fstat(file.fileno()).st_size) > MAX_BYTES:  # also of a file with holes
             raise ValueError(f"it has more than {MAX_BYTES >> 30} GiB of tensors")
         data = bytearray(size)
-        os.preadv(file.fileno(), [data], 0)
+        if os.preadv(file.fileno(), [data], 0) != size:
+            raise ValueError("a tensor is incomplete")
     left = len(data)
     for place, name, shape, offset in head:
         known = name in DTYPES and len(shape) <= MOST_DIMENSIONS

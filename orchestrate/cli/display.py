@@ -6,9 +6,7 @@ import argparse
 import contextlib
 import json
 import math
-import os
 import re
-import stat
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -18,7 +16,6 @@ from orchestrate.cli.options import quiet
 from orchestrate.clock import SYSTEM, Clock
 from orchestrate.console import print_message, stream
 from orchestrate.errors import UsageError
-from orchestrate.host import writable
 from orchestrate.plan.plan import Plan
 from orchestrate.record import run_dir
 from orchestrate.record.events import OURS, Event, to_line
@@ -87,19 +84,6 @@ def style_of(args: argparse.Namespace, plan: Plan) -> Style:
     if reserved and args.progress == "json":
         flag = "--json" if args.json else "--print-path"
         raise UsageError(f"{flag} and --progress json both print to stdout", "leave one of them out")
-    if file := args.junit_xml:
-        if getattr(args, "detach", False):
-            raise UsageError("--junit-xml needs the end of the job", "use attach JOB --junit-xml FILE later")
-        if os.path.lexists(file) and not stat.S_ISREG(file.lstat().st_mode):
-            raise UsageError(f"--junit-xml: {file} is not a file", "choose another name")
-        if "junit_folder" not in args:  # opened before a job could put something else in its place
-            folder = writable.resolved(str(file.parent), fixed=True)
-            try:
-                args.junit_folder = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            except OSError as error:
-                raise UsageError(f"--junit-xml: {folder}: {error.strerror}", "create the folder") from None
-            with contextlib.suppress(FileNotFoundError):  # of an earlier job: this one may not end
-                os.unlink(file.name, dir_fd=args.junit_folder)
     return Style(
         ranks=ranks(args.ranks, len(plan.workers)) if args.ranks else None,
         timestamps=args.timestamps,

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
+import stat
 from typing import Any
 
 from orchestrate import errors
 from orchestrate.console import print_message, stream
+from orchestrate.errors import UsageError
 from orchestrate.files.folder import write_whole
+from orchestrate.host import writable
 from orchestrate.record.outcomes import Outcome
 from orchestrate.record.report import text
 from orchestrate.supervise.context import BY_MAX_RUN
@@ -21,6 +26,23 @@ def exit_code(data: dict[str, Any]) -> int:
     if data["outcome"] == Outcome.STOPPED:
         return errors.TIMED_OUT if data["reason"] == BY_MAX_RUN else errors.INTERRUPTED
     return EXIT_CODES[data["outcome"]]
+
+
+def prepare(args: argparse.Namespace) -> None:
+    """Open the folder of `--junit-xml` before a job could put something else in its place; raises UsageError."""
+    if not (file := args.junit_xml):
+        return
+    if getattr(args, "detach", False):
+        raise UsageError("--junit-xml needs the end of the job", "use attach JOB --junit-xml FILE later")
+    if os.path.lexists(file) and not stat.S_ISREG(file.lstat().st_mode):
+        raise UsageError(f"--junit-xml: {file} is not a file", "choose another name")
+    folder = writable.resolved(str(file.parent), fixed=True)
+    try:
+        args.junit_folder = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        raise UsageError(f"--junit-xml: {folder}: {error.strerror}", "create the folder") from None
+    with contextlib.suppress(FileNotFoundError):  # of an earlier job: this one may not end
+        os.unlink(file.name, dir_fd=args.junit_folder)
 
 
 def show(args: argparse.Namespace, name: str, data: dict[str, Any]) -> int:

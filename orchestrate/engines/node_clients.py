@@ -15,7 +15,6 @@ from orchestrate.engines.base import Stop
 from orchestrate.engines.connection import ANSWER_TIMEOUT, NodeConnection
 from orchestrate.errors import EngineLost
 from orchestrate.node import protocol
-from orchestrate.node.stacks import MAX_STACK
 from orchestrate.node.worker import FAILED_TO_START
 from orchestrate.plan.plan import Plan, WorkerPlan
 from orchestrate.record.outcomes import LOST_EXIT_CODE, TERMINATED_EXIT_CODE, Activity, Stack, Use, WorkerExit
@@ -340,7 +339,7 @@ class NodeClients:
         elif self.running.get(report.rank) != node:
             return  # its exit was recorded already, or it belongs to another node
         elif isinstance(report, protocol.Stack):
-            self.shown[report.rank] = Stack(report.text[:MAX_STACK], report.why)
+            self.shown[report.rank] = Stack(report.text[: protocol.MAX_STACK], report.why)
         elif isinstance(report, protocol.Started):
             self.pids[report.rank] = report.pid
             self._start_queued()

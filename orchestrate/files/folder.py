@@ -169,6 +169,17 @@ def content(path: str | Path, folder: int | None = None) -> str:
     return read.decode()
 
 
+def gone(path: str | Path) -> bool:
+    """Return whether nothing has this path; False if that is not known, since its disk or server has an error."""
+    try:
+        os.lstat(path)
+    except FileNotFoundError:
+        return True
+    except OSError:
+        pass
+    return False
+
+
 def write_whole(path: str | Path, text: str | bytes, folder: int | None = None, mode: int = 0o600) -> None:
     """Write a file atomically; a link in its place is replaced, not followed."""
     name = Path(path)

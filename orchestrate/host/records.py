@@ -23,7 +23,7 @@ from pathlib import Path
 
 from orchestrate.dataclass import dataclass, field
 from orchestrate.errors import EngineError, UsageError
-from orchestrate.files.folder import content, write_whole
+from orchestrate.files.folder import content, gone, write_whole
 from orchestrate.host import private
 from orchestrate.host.mountinfo import paths
 from orchestrate.node.trees import FOLDER, identity
@@ -250,19 +250,10 @@ def _prune(folder: int) -> None:
     for name in tokens.SystemRandom().sample(names, min(LOOKED_AT, len(names))):
         with contextlib.suppress(OSError, ValueError, TypeError):
             record = _read(name, folder)
-            if record.machine == socket.gethostname() and _removed(Path(record.run)):
+            if record.machine == socket.gethostname() and gone(record.run):
                 old = time.time() - os.stat(name, dir_fd=folder, follow_symlinks=False).st_mtime > KEPT
                 if old or (not record.key and _has_content(Path(record.run).parent)):
                     os.unlink(name, dir_fd=folder)
-
-
-def _removed(run: Path) -> bool:
-    """Return whether nothing has this path; raises OSError if that is not known."""
-    try:
-        run.lstat()
-    except FileNotFoundError:
-        return True
-    return False
 
 
 def _has_content(path: Path) -> bool:

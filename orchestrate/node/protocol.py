@@ -26,6 +26,7 @@ SEND_TIMEOUT = 5.0  # seconds after which a node closes a connection whose peer 
 LEASE_TIMEOUT = 8.0  # seconds without an answer after which a node on another machine ends its workers; see lease.py
 RENEW_INTERVAL = 1.0  # seconds between two requests to renew a lease
 STARTING, UNABLE, SILENT = "starting", "unable", "silent"  # why there is no stack of a worker
+MAX_STACK = 1 << 15  # bytes of a stack; Python writes 100 frames at most
 MAX_DIGITS = 18  # digits of a number, which is then below 2^63
 MAX_REPORT = 16 << 20  # bytes of a report: the list of all files of a node is one
 MAX_VALUES = 2_500_000  # in a report: each file has six

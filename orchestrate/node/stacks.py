@@ -6,11 +6,10 @@ import contextlib
 import os
 from collections.abc import Callable, Mapping
 
-from orchestrate.node.protocol import SILENT, STARTING, UNABLE
+from orchestrate.node.protocol import MAX_STACK, SILENT, STARTING, UNABLE
 from orchestrate.node.traffic import Timers
 
 SHOW_STACK = 46  # as in zygote.py
-MAX_STACK = 1 << 15  # bytes; Python writes 100 frames at most
 HEAD = b"Stack (most recent call first):\n"  # of Python's fault handler, for one thread
 LOOK, MAX_LOOKS = 0.02, 100  # seconds between two looks at what a worker has written, and their number
 Tell = Callable[[int, str, str], None]  # gets rank and stack of a worker, or why there is none

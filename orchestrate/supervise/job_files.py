@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrate.console import shortened
-from orchestrate.files.folder import Folder, content, write_whole
+from orchestrate.files.folder import Folder, content, gone, write_whole
 from orchestrate.files.lines import Lines, last
 from orchestrate.files.paths import CHECKPOINTS, LOGS, METRICS, WORK
 from orchestrate.files.work import Facts, tidy
@@ -55,13 +55,7 @@ class JobFiles:
 
     def gone(self) -> bool:
         """Whether the run directory is not there; nodes cannot remove it, but a disk can be away for a moment."""
-        try:
-            self.paths.shared.lstat()
-        except FileNotFoundError:
-            return True
-        except OSError:  # a disk or server with an error
-            pass
-        return False
+        return gone(self.paths.shared)
 
     def last_lines(self, rank: int, count: int = LAST_LINES) -> list[str]:
         """Return the last lines of a worker in this generation, truncated, since events store them permanently."""

@@ -34,6 +34,7 @@ def run(args: argparse.Namespace) -> int:
     paths = find.paths_of(args)
     spec, plan = run_dir.load(paths)
     follower = rest(paths, spec, plan)
+    result.prepare(args)
     display.style_of(args, plan)  # its options may be wrong
     while not (data := run_dir.ended(paths)):
         if supervisor := lock.holder(paths):

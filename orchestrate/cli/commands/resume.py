@@ -38,6 +38,7 @@ def run(args: argparse.Namespace) -> int:
     """
     signals.interruptible()
     paths = find.paths_of(args)
+    result.prepare(args)
     display.style_of(args, resume.check(paths))  # its options may be wrong
     job = resume.resume(paths)
     if not options.quiet(args):

@@ -61,6 +61,7 @@ def _start(args: argparse.Namespace) -> int:
     stdin = _read_stdin() if spec.stdin else None
     job = prepare.prepare(spec, args.runs)
     _tell_of_example(args, spec)
+    result.prepare(args)
     display.style_of(args, job.plan)  # before there is a job: its options may be wrong
     stops = signals.count(spec) if not args.detach else lambda: 0
     job.create({STDIN: stdin} if stdin else {})

@@ -20,7 +20,7 @@ from orchestrate.spec.spec import JobSpec
 
 # Variables that lead the docker command to programs, libraries or settings.
 OF_CLI = re.compile("LD_|DOCKER_|GCONV_|SSH_|SSL_|XDG_|[A-Za-z]+_proxy|[A-Z]+_PROXY|(PATH|HOME|TMPDIR|LOCPATH)$")
-MAX_LINE = 1 << 15  # characters of a variable in a file for --env-file, of whose lines Docker reads 64 KiB
+MAX_VALUE = 1 << 15  # bytes of a variable in a file for --env-file, of whose lines Docker reads 64 KiB
 
 
 class DockerEngine:
@@ -60,7 +60,7 @@ class DockerEngine:
         env = {**secret_files.variables(spec, compose_override.SECRETS), **worker.env, "NODE_KEY": ""}
         lines, arguments, ours = "", list[str](), dict(os.environ)
         for name, value in env.items():
-            if "\n" not in value and len(value) <= MAX_LINE:
+            if _fits(value):
                 lines += f"{name}={value}\n"
             elif OF_CLI.match(name):
                 arguments.append(f"--env={name}={value}")
@@ -91,3 +91,11 @@ class DockerEngine:
         """Stop and remove the containers and networks with the job's label, and nothing else."""
         objects.remove_services(self.daemon, job_id)
         objects.remove(self.daemon, job_id, grace)
+
+
+def _fits(value: str) -> bool:
+    """Return whether a file for --env-file can have a value: one line of UTF-8."""
+    try:
+        return not {"\n", "\r"} & {*value} and len(value.encode()) <= MAX_VALUE
+    except UnicodeEncodeError:
+        return False
