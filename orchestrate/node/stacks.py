@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 from orchestrate.node.protocol import MAX_STACK, SILENT, STARTING, UNABLE
-from orchestrate.node.traffic import Timers
+
+if TYPE_CHECKING:
+    from orchestrate.node.traffic import Timers
 
 SHOW_STACK = 46  # as in zygote.py
 HEAD = b"Stack (most recent call first):\n"  # of Python's fault handler, for one thread
