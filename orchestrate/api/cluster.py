@@ -238,7 +238,7 @@ def locked(paths: JobPaths) -> Iterator[None]:
     """Lock a cluster during a `with` block; raises InUse."""
     with contextlib.ExitStack() as held:
         try:
-            held.enter_context(lock.held(paths))
+            held.enter_context(lock.held(paths, supervises=False))
         except (BlockingIOError, FileNotFoundError):
             raise InUse(f"{paths.root.name} is in use by another process", "python -m orchestrate ps") from None
         yield

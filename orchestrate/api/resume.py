@@ -42,7 +42,7 @@ def resume(paths: JobPaths) -> Prepared:
     inventory, placement = engine.inventory(spec, paths.shared, run_image=True)
     placement = dataclasses.replace(placement, revision=worktree.revision(code_folder(spec.command))())
     try:
-        with lock.held(paths):
+        with lock.held(paths, supervises=False):
             check(paths)  # again: another process may have resumed the job meanwhile
             record = launch.recorder(paths, hide=spec.mask())
             number = History(record.events).next

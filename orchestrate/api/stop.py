@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -43,7 +44,7 @@ def stop(
         return False
     ask(paths, clock)
     resources = removal.resources(engines, name)
-    if resources or left or not run_dir.ended(paths):
+    if resources or left or os.path.lexists(paths.root) and not run_dir.ended(paths):  # else `rm` has removed it
         print_message(f"{name} has no supervisor: removing its nodes")
         _stop_unsupervised(paths, resources, count)
     if remaining := [resource for _, resource in removal.resources(engines, name)]:
@@ -56,16 +57,17 @@ def ask(paths: JobPaths, clock: Clock = SYSTEM) -> None:
     """Ask a job's supervisor to stop it, and return once it has no supervisor."""
     attempts = 0
     while supervisor := lock.holder(paths):
-        print_message(f"asking the supervisor of {paths.root.name} to stop")
         if not supervisor.ask_to_stop():  # it is just starting or exiting
             attempts += 1
             if attempts > MAX_STOP_ATTEMPTS:
                 raise OrchestrateError(
                     f"{paths.lock} is locked by a process that cannot be verified as its supervisor",
-                    "run stop where the job was started: in the same container, as the same user",
+                    "wait for other commands on this job, such as rm; or run stop in the same container, "
+                    "as the same user, as the job was started",
                 )
             clock.sleep(0.1)
             continue
+        print_message(f"asking the supervisor of {paths.root.name} to stop")
         while lock.holder(paths) == supervisor:
             clock.sleep(0.1)
 

@@ -56,12 +56,21 @@ class Supervisor:
         return False
 
 
+OTHER = Supervisor(0, "")
+
+
 @contextmanager
-def held(paths: JobPaths) -> Iterator[None]:
-    """Hold the lock of a job; raises BlockingIOError if another process holds it, OSError if it cannot be written."""
+def held(paths: JobPaths, supervises: bool = True) -> Iterator[None]:
+    """Hold the lock of a job; raises BlockingIOError if another process holds it, OSError if it cannot be written.
+
+    A process that does not supervise the job, but removes it for example, is not to be asked to stop.
+    """
     with os.fdopen(os.open(paths.lock, _FLAGS | os.O_CREAT, 0o600), "r+b", buffering=0) as file:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         file.truncate()
+        if not supervises:
+            yield
+            return
         try:
             file.write(f"{os.getpid()} {_started(os.getpid())}".encode())
         except OSError as error:

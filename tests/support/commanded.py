@@ -32,14 +32,15 @@ from support.repo import ROOT
 
 HOLDS = (
     "import pathlib, sys\nfrom orchestrate.record import lock\nfrom orchestrate.record.paths import JobPaths\n"
-    "with lock.held(JobPaths(pathlib.Path(sys.argv[1]))):\n    print('held', flush=True)\n    sys.stdin.read()\n"
+    "paths, supervises = JobPaths(pathlib.Path(sys.argv[1])), len(sys.argv) < 3\n"
+    "with lock.held(paths, supervises):\n    print('held', flush=True)\n    sys.stdin.read()\n"
 )
 
 
 @contextlib.contextmanager
-def supervised(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Another process that holds the lock of a job's supervisor."""
-    command = [sys.executable, "-c", HOLDS, str(folder)]
+def supervised(folder: Path, *other: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Another process that holds the lock of a job's supervisor; with `other`, as a command that is none."""
+    command = [sys.executable, "-c", HOLDS, str(folder), *other]
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert not_none(process.stdout).readline() == b"held\n"
         yield process

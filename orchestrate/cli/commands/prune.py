@@ -72,7 +72,7 @@ def _jobs(args: argparse.Namespace) -> Iterator[tuple[Path, Callable[[], bool]]]
 def _remove(paths: JobPaths) -> bool:
     """Remove a job; return False if it has been resumed meanwhile."""
     try:
-        with lock.held(paths):
+        with lock.held(paths, supervises=False):
             if run_dir.ended(paths):
                 run_dir.remove(paths)
                 return True

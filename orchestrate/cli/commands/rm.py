@@ -38,7 +38,7 @@ def _remove(args: argparse.Namespace) -> None:
     ours = not os.path.lexists(paths.root) or records.find(paths.root)
     resources = removal.resources(engines, name) if ours else []
     if supervisor := lock.holder(paths):
-        raise _running(name, str(supervisor))
+        raise _in_use(name, supervisor)
     if ours and paths.cluster:
         hint = f"python -m orchestrate stop {name}, or down {paths.cluster}"
         raise UsageError(f"{name} may still be running on a cluster", hint)
@@ -48,9 +48,9 @@ def _remove(args: argparse.Namespace) -> None:
     with contextlib.ExitStack() as held:
         if ours and paths.root.is_dir():
             try:
-                held.enter_context(lock.held(paths))  # so that no supervisor takes it over meanwhile
+                held.enter_context(lock.held(paths, supervises=False))  # so that no supervisor takes it over meanwhile
             except BlockingIOError:
-                raise _running(name, "another process") from None
+                raise _in_use(name) from None
             except OSError:  # a full disk, for example
                 pass
         if ours:
@@ -59,5 +59,6 @@ def _remove(args: argparse.Namespace) -> None:
     print_message(f"{name} removed")
 
 
-def _running(name: str, supervisor: str) -> UsageError:
-    return UsageError(f"{name} is running, supervised by {supervisor}", f"python -m orchestrate stop {name}")
+def _in_use(name: str, by: lock.Supervisor = lock.OTHER) -> UsageError:
+    state = f"running, supervised by {by}" if by.pid else f"in use by {by}"
+    return UsageError(f"{name} is {state}", f"python -m orchestrate stop {name}")

@@ -123,6 +123,27 @@ def test_stop_must_not_signal_a_process_that_may_not_be_a_supervisor_and_must_re
     assert err[-2] == f"error: {paths.lock} is locked by a process that cannot be verified as its supervisor"
 
 
+def test_stop_must_let_another_command_remove_the_job(do, paths, engine):
+    with supervised(paths.root, "rm") as other:
+
+        def removed() -> None:
+            run_dir.remove(paths)
+            not_none(other.stdin).close()
+            other.wait()
+
+        do.clock = Meanwhile(removed)
+        assert do("stop", "a-1") == (0, [], ["a-1 stopped"])
+        assert other.returncode == 0
+    assert engine.calls == [] and not paths.root.exists()
+
+
+def test_rm_must_say_that_another_command_uses_the_job(do, paths):
+    with supervised(paths.root, "prune"):
+        code, _, err = do("rm", "a-1")
+    assert (code, err[0]) == (2, "error: a-1 is in use by another process")
+    assert paths.plan.exists()
+
+
 def test_stop_must_report_what_it_cannot_remove(do, paths, engine, monkeypatch):
     engine.things = ["container one", "network two"]
     monkeypatch.setattr(engine, "remove", lambda *_: None)

@@ -52,6 +52,17 @@ def test_the_lock_must_be_free_for_the_next_supervisor_after_the_first_has_ended
         pass
 
 
+def test_a_command_that_only_locks_a_job_must_not_be_taken_for_its_supervisor(tmp_path, monkeypatch):
+    paths = JobPaths(tmp_path)
+    with lock.held(paths):  # as a supervisor that has ended since
+        pass
+    with supervised(tmp_path, "rm") as other:
+        forbid_signals(monkeypatch)
+        assert not not_none(lock.holder(paths)).ask_to_stop()
+        monkeypatch.undo()
+        assert other.poll() is None
+
+
 def test_the_lock_of_a_job_without_a_supervisor_must_have_no_holder(tmp_path):
     assert lock.holder(JobPaths(tmp_path)) is None
 
