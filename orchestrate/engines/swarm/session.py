@@ -23,7 +23,7 @@ from orchestrate.engines.swarm import service_spec
 from orchestrate.engines.swarm.manager import ApiObject, Manager, ended, failed, is_healthy, is_starting
 from orchestrate.engines.swarm.objects import SwarmJob
 from orchestrate.engines.swarm.sync import FileSync, rescued
-from orchestrate.engines.swarm.upload import code_files, on_each, packed, send_archive, written_files
+from orchestrate.engines.swarm.upload import code_files, has_archive, on_each, packed, send_archive, written_files
 from orchestrate.errors import EngineError
 from orchestrate.files.paths import log
 from orchestrate.node import protocol
@@ -75,8 +75,7 @@ class SwarmSession(ClientSession):
         self.asked: dict[str, float] = {}  # node: time of the first unanswered request
         self.linked: dict[str, str] = {}  # node: id of the connected task
         self.last_heard: dict[str, float] = {}  # node: time of its last message
-        self.first = ""  # node of rank 0
-        self.last_listed = 0.0
+        self.first, self.last_listed = "", 0.0  # node of rank 0; time when tasks were listed last
         self.lease_ends: dict[str, float] = {}  # id of a lost task: time when its lease has expired
         self.kept = contextlib.ExitStack()
         self.code: tuple[BinaryIO, str] | None = None  # tar file and its digest
@@ -156,8 +155,7 @@ class SwarmSession(ClientSession):
             self.last_listed = self.clock.monotonic()
             self._check_nodes()
         self._warn()
-        now = self.clock.monotonic()
-        silent = [node for node in self.clients.running.values() if now - self.asked.get(node, now) > SILENT_AFTER]
+        silent = filter(self._is_silent, self.clients.running.values())
         return Observed(exits, self.clients.starting(), dict.fromkeys(silent, "silent"))  # Swarm reports them later
 
     def _check_nodes(self) -> None:
@@ -274,11 +272,17 @@ class SwarmSession(ClientSession):
         task = self.nodes.get(node)
         return task is not None and (ended(task) or not self.manager.answers(task))
 
+    def _is_silent(self, node: str) -> bool:
+        """Whether a node has not answered for a while, or counts as lost for that reason."""
+        now = self.clock.monotonic()
+        return now - self.asked.get(node, now) > SILENT_AFTER or self._task_id(node) in self.abandoned
+
     def _abandon(self, node: str) -> None:
         """Mark a node's task as lost, and close the connection."""
         self.asked.pop(node, None)
-        if node in self.nodes:
-            self.abandoned.add(self.nodes[node]["ID"])
+        self.abandoned |= {self._task_id(node)} - {""}
+        if self.sync:
+            self.sync.give_up(node)
         if node in self.clients.connections:
             self.clients.drop(node)
 
@@ -286,8 +290,9 @@ class SwarmSession(ClientSession):
         """Complete the logs of lost workers from Swarm's log, if it responds soon."""
         lost, self.lost = self.lost, {}
         tasks = self.swarm.look() if lost else {}
-        # The log of a task is complete once Swarm reports its end.
-        wait_until(lambda: not lost or not self._any_runs(tasks, lost.values()), TASK_END_TIMEOUT, self.clock, 0.2)
+        # The log of a task is complete once Swarm reports its end; a task may run on that only does not respond.
+        ending = [node for node in lost.values() if self._task_id(node) not in self.abandoned]
+        wait_until(lambda: not ending or not self._any_runs(tasks, ending), TASK_END_TIMEOUT, self.clock, 0.2)
         for rank, node in lost.items():
             task, path = tasks.get(node), self.files / log(rank)
             asked = self.pool.submit(self.swarm.output, task) if task and self.manager.answers(task) else None
@@ -355,7 +360,7 @@ class SwarmSession(ClientSession):
         file, digest = self.code
 
         def act(link: NodeConnection) -> None:
-            if _tags(link).get(self.workdir) != digest:
+            if not has_archive(link, self.workdir, digest):
                 send_archive(link, self.workdir, file, digest, stopped)
 
         for error in self._on_each(nodes, act):
@@ -380,7 +385,7 @@ class SwarmSession(ClientSession):
                     return {path: facts[:2] for path, facts in there.items()} == here
 
             def act(link: NodeConnection) -> None:
-                if not has_all(link) and _tags(link).get(self.job_dir) != digest:
+                if not has_all(link) and not has_archive(link, self.job_dir, digest):
                     send_archive(link, self.job_dir, file, digest, stopped)
 
             self._on_each(dict.fromkeys(worker.node for worker in workers), act)
@@ -393,8 +398,3 @@ class SwarmSession(ClientSession):
         if self.sync:
             self.sync.close()
         self.sync = FileSync(self.files, self.job_dir, ranks, self.reach)
-
-
-def _tags(connection: NodeConnection) -> dict[str, str]:
-    """Return the digests of the last uploads to a node, by folder."""
-    return connection.converse(protocol.GetStatus(), protocol.Status).tags

@@ -14,7 +14,6 @@ import os
 import threading
 from bisect import bisect_left
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path, PurePosixPath
@@ -40,7 +39,7 @@ log = logging.getLogger(__name__)
 
 SYNC_INTERVAL = 0.2  # seconds between rounds
 OVERLAP = 256  # bytes at the end of a log by which to find its place in the node's stdout
-RETRY_INTERVAL = 5.0  # seconds until a failed file, or in one round a node, is tried again
+RETRY_INTERVAL = 5.0  # seconds until a failed file is tried again
 EXPECTED = (EngineError, OSError, ValueError)  # ValueError: nodes may send anything
 FULL = (errno.ENOSPC, errno.EDQUOT)
 CLOSE_TIMEOUT = 5.0  # seconds for the current round to end; connecting may take longer
@@ -62,9 +61,11 @@ class _Node:
     failed: dict[str, tuple[Facts, float]] = field(default_factory=dict)  # failed files, with facts and time
     fetching: Fetch | None = None
     due: set[str] | None = None  # files that the round is still to copy; None before its first list
+    looks: int = 0  # number of rounds that have begun
+    began: float = 0.0  # time of the last one's start
     heard: bool = False  # whether it answered in the last round
+    given_up: bool = False  # whether nothing waits for it, as it does not respond
     trouble: str = ""  # the error, if not
-    tried: float = float("-inf")  # time when it last could not be reached
 
     def drop(self) -> None:
         """Give up the file that is being fetched."""
@@ -74,7 +75,7 @@ class _Node:
 
 
 class FileSync:
-    """Copies the files of a job in the background while it runs."""
+    """Copies the files of a job in the background while it runs, of each node in a thread: none waits for another."""
 
     def __init__(
         self,
@@ -97,14 +98,13 @@ class FileSync:
         self.errors: dict[str, Exception] = {}  # path: why it could not be copied
         self.left: dict[str, str] = {}  # node: a path that cannot be copied
         self.warned: set[str] = set()  # nodes for which `left` was reported
-        self.looks = 0  # number of rounds that have begun
-        self.began = 0.0  # time of the last one's start
         self.changed = threading.Condition()
-        self.closing = False
-        self.failure: Exception | None = None  # the error that ended the thread
+        self.closed = threading.Event()
+        self.failure: Exception | None = None  # the error that ended a thread
         self.called = 0.0  # time of the last call of `catch_up`
-        self.thread = threading.Thread(target=self._run, daemon=True)
-        self.thread.start()
+        self.threads = [threading.Thread(target=self._run, args=[node], daemon=True) for node in self.nodes]
+        for thread in self.threads:
+            thread.start()
 
     def catch_up(self, timeout: float, stopped: Callable[[], bool] = never) -> bool:
         """Wait until all that nodes wrote before the call is copied or has failed; return False otherwise.
@@ -114,16 +114,21 @@ class FileSync:
         with self.changed:
             self._check()
             self.called = self.clock.monotonic()
-            until = self.looks + 2  # the current round may have begun before the call
-            while not (done := self.looks >= until or self.closing):
+            until = [(node, node.looks + 2) for node in self.nodes]  # the current round may have begun before the call
+            while not (done := self.closed.is_set() or all(node.looks >= n or node.given_up for node, n in until)):
                 if stopped() or self.clock.monotonic() > self.called + timeout:
                     break
                 self.changed.wait(SYNC_INTERVAL)
                 self._check()
             return done
 
+    def give_up(self, name: str) -> None:
+        """Wait for a node no longer, until it responds again."""
+        for node in self.nodes:
+            node.given_up = node.given_up or node.name == name
+
     def _check(self) -> None:
-        """Raise EngineError if the thread has ended: the job goes on to its end, and leaves its nodes."""
+        """Raise EngineError if a thread has ended: the job goes on to its end, and leaves its nodes."""
         if self.failure:
             raise EngineError(f"files of nodes are not copied anymore: {self.failure!r}") from self.failure
 
@@ -159,57 +164,47 @@ class FileSync:
         return [f"{node}: some files are not copied, such as {shown(path)}: {why}" for node, path in new.items()]
 
     def close(self) -> None:
-        """Stop copying, and wait briefly for the current round."""
-        with self.changed:
-            self.closing = True
-            self.changed.notify_all()
+        """Stop copying, and wait briefly for the current rounds."""
+        self.closed.set()
         for link in filter(None, [node.link for node in self.nodes]):
             link.interrupt()
-        self.thread.join(CLOSE_TIMEOUT)
+        until = SYSTEM.monotonic() + CLOSE_TIMEOUT
+        for node, thread in zip(self.nodes, self.threads):
+            thread.join(0 if node.given_up else max(0, until - SYSTEM.monotonic()))
 
-    # --- the thread
+    # --- the thread of a node
 
-    def _run(self) -> None:
+    def _run(self, node: _Node) -> None:
         try:
-            self._copy()
+            while not self.closed.is_set():
+                with self.changed:
+                    node.due, node.looks, node.began = None, node.looks + 1, self.clock.monotonic()
+                    self.changed.notify_all()
+                while self._visit(node) and not self.closed.is_set():
+                    pass
+                self.closed.wait(SYNC_INTERVAL)
         except Exception as error:  # raised again in `catch_up`
             log.exception("copying files failed")
             with self.changed:
                 self.failure = error
                 self.changed.notify_all()
-        for node in self.nodes:
-            self._disconnect(node)
-
-    def _copy(self) -> None:
-        with ThreadPoolExecutor(8) as pool:
-            while not self.closing:
-                with self.changed:
-                    self.looks, self.began = self.looks + 1, self.clock.monotonic()
-                    self.changed.notify_all()
-                for node in self.nodes:
-                    node.due = None
-                while any(list(pool.map(self._visit, self.nodes))) and not self.closing:
-                    pass
-                with self.changed:
-                    self.changed.wait_for(lambda: self.closing, SYNC_INTERVAL)
+        self._disconnect(node)
 
     def _visit(self, node: _Node) -> bool:
         """Copy new data from a node; return whether the round is to copy more.
 
         What changes during the round does not make it longer: processes that a job has left could write forever.
         """
-        if node.link is None and node.tried > max(self.began, self.clock.monotonic() - RETRY_INTERVAL):
-            return False  # others would wait for it
         try:
             node.link = node.link or self.connect(node.name)
-            if node.link is None or self.closing:
+            if node.link is None or self.closed.is_set():
                 return False
             with contextlib.ExitStack() as held:
                 return self._copy_from(node, node.link, held)
         except EXPECTED as error:  # no connection, or an invalid answer: the next round starts over
             if str(error) != node.trouble:
                 log.debug("%s: %s", node.name, error)
-            node.trouble, node.tried = str(error), self.clock.monotonic()
+            node.trouble = str(error)
             self._disconnect(node)
             return False
 
@@ -219,12 +214,12 @@ class FileSync:
         changes = link.converse(
             protocol.GetChanges(self.folder, have), protocol.Changes, admit=one_at_a_time(self.large, held)
         )
-        node.heard, node.trouble = True, ""
+        node.heard, node.given_up, node.trouble = True, False, ""
         appended = [self._append(path, data) for path, data in changes.logs.items() if path in have]
         self._remove_conflicts(node, {**changes.files, **changes.links})
         more = self._fetch(node, changes.files)
         self._remove_deleted(node, changes, more)
-        return bool(node.due) or any(appended) and self.clock.monotonic() < self.began + MAX_LOGGING
+        return bool(node.due) or any(appended) and self.clock.monotonic() < node.began + MAX_LOGGING
 
     def _disconnect(self, node: _Node) -> None:
         if node.link:
@@ -272,7 +267,7 @@ class FileSync:
             del wanted[node.fetching.path]
         last_first = sorted(wanted, key=lambda path: (path not in due, wanted[path][1]), reverse=True)
         until = self.clock.monotonic() + MAX_TURN
-        while (node.fetching or last_first) and self.clock.monotonic() < until and not self.closing:
+        while (node.fetching or last_first) and self.clock.monotonic() < until and not self.closed.is_set():
             path = node.fetching.path if node.fetching else last_first.pop()
             try:
                 node.fetching = node.fetching or Fetch(self.here, path, wanted[path], node.name)
@@ -311,7 +306,7 @@ class FileSync:
 
     def _may_copy(self, node: _Node, path: str) -> bool:
         """Whether a file may be copied from a node: its path is safe, no earlier node has it, and copying goes on."""
-        if self.closing:  # a list may be long
+        if self.closed.is_set():  # a list may be long
             return False
         parts = PurePosixPath(path).parts
         harmless = parts and path == "/".join(parts) and not parts[0].startswith("/") and not {"..", "."} & set(parts)

@@ -129,6 +129,11 @@ def send_archive(
             return
 
 
+def has_archive(link: NodeConnection, folder: str, tag: str) -> bool:
+    """Whether the last archive that a node has unpacked in a folder is the one with this tag."""
+    return link.converse(protocol.GetStatus(), protocol.Status).tags.get(folder) == tag
+
+
 def on_each(
     nodes: Iterable[str], reach: Callable[[str], NodeConnection], act: Callable[[NodeConnection], None]
 ) -> dict[str, EngineError]:

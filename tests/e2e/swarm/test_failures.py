@@ -238,3 +238,20 @@ def test_files_on_nodes_that_are_cut_off_at_the_end_must_stay_there_until_they_c
     assert done.returncode == 0, done.stderr
     sizes = [(cli.run_dir() / "job" / f"much-{rank}").stat().st_size for rank in (0, 1)]
     assert sizes == [200_000_000] * 2
+
+
+@pytest.mark.exhaustive
+@pytest.mark.slow
+def test_a_job_must_continue_without_a_node_that_does_not_respond(cli, swarm):
+    options = ["--set", "grace=2s", "--set", "constraints=[node.hostname != host-1]"]
+    job = Job(cli, swarm, *options, "--", "count.py", "until-restarted")
+    job.until_step(30, rank=0)
+    host, node = job.where("trainer-1")
+    host.docker("pause", node)
+    try:
+        job.until("generation_started", 2)
+    finally:
+        host.docker("unpause", node)
+    assert_succeeded(job)
+    assert_host_lost(job, [1])
+    assert "trainer-1 does not respond" in job.err and "trainer-1 has recovered" not in job.err

@@ -8,6 +8,7 @@ from support.messages import encoded
 from support.scripted import Clock
 from support.swarm_nodes import FakeSession, connected, down, job, state, sync
 
+from orchestrate.engines.base import Observed
 from orchestrate.engines.swarm import session as swarm
 from orchestrate.errors import EngineError
 from orchestrate.node.lease import LEASE_TIMEOUT
@@ -41,12 +42,14 @@ def test_nodes_must_be_asked_for_a_status_every_other_second(engine, clock):
     assert engine.ends["master"].heard() == [{"ask": "status"}]
 
 
-def silence(engine: FakeSession, clock: Clock, seconds: float) -> None:
-    """Let time pass while only the master answers."""
+def silence(engine: FakeSession, clock: Clock, seconds: float) -> list[Observed]:
+    """Let time pass while only the master answers; return what was seen."""
+    seen = []
     for _ in range(round(seconds)):
         clock.now += 1.0
         engine.ends["master"].send(encoded("status"))
-        engine.wait(0.01)
+        seen.append(engine.wait(0.01))
+    return seen
 
 
 def test_a_node_that_does_not_answer_must_count_as_silent_and_then_as_lost(engine, clock):
@@ -63,7 +66,11 @@ def test_a_node_that_does_not_answer_must_count_as_silent_and_then_as_lost(engin
     del engine.clients.running[2]  # its worker has ended meanwhile
     silence(engine, clock, swarm.SILENT_AFTER + 3)
     assert engine.wait(0).troubles == {"trainer-1": "silent"}
-    silence(engine, clock, swarm.HOST_DOWN_TIMEOUT - swarm.SILENT_AFTER)
+    engine.sync = given_up = sync()
+    seen = silence(engine, clock, swarm.HOST_DOWN_TIMEOUT - swarm.SILENT_AFTER)
+    assert all(each.troubles == {"trainer-1": "silent"} for each in seen)  # it has not recovered before it is lost
+    assert engine.wait(0).exits
+    assert given_up.calls.count("give_up") == 2
     assert (
         engine.abandoned == {"t0", "t1"}
         and set(engine.clients.connections) == {"master"}

@@ -123,6 +123,6 @@ def test_a_list_of_many_links_must_neither_be_placed_whole_nor_keep_copying_from
     assert sync.catch_up(60)
     (warning,) = sync.warnings()
     sync.close()
-    assert not sync.thread.is_alive()
+    assert not any(thread.is_alive() for thread in sync.threads)
     assert "some files are not copied" in warning and "more than 100 links" in warning
     assert len([*tmp_path.iterdir()]) == 100

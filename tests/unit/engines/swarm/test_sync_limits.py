@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 from support.scripted import Clock
 from support.synced import FakeNode
+from support.waiting import eventually
 
 from orchestrate.engines.connection import LARGE
 from orchestrate.engines.swarm import owners
-from orchestrate.engines.swarm.sync import MAX_TURN, RETRY_INTERVAL, STALL_BYTES, STALL_SECONDS, FileSync
+from orchestrate.engines.swarm import sync as sync_module
+from orchestrate.engines.swarm.sync import STALL_BYTES, STALL_SECONDS, FileSync
 from orchestrate.errors import EngineError
 from orchestrate.node import protocol
 
@@ -40,24 +42,48 @@ def test_copying_of_all_files_must_end_if_they_come_too_slowly(synced):
     assert STALL_SECONDS < clock.now - 1_000_000 < 5000
 
 
-def test_copying_must_not_wait_again_and_again_for_a_node_that_is_gone(folder):
-    clock, tried = Clock(), list[int]()
-    node = Trickle(clock, 1, seconds=MAX_TURN)  # the other node is visited after each of its files
-    node.files = {str(number): b"1" for number in range(30)}
+def test_copying_from_a_node_must_not_wait_for_one_that_does_not_answer(folder, monkeypatch):
+    monkeypatch.setattr(sync_module, "SYNC_INTERVAL", 0.01)
+    gate, nodes = threading.Event(), {"master": FakeNode(), "trainer-1": FakeNode()}
 
     def connect(name: str) -> Any:
-        if name == "trainer-1":
-            tried.append(node.sent)
-            raise EngineError("cannot connect")
-        return node
+        return nodes[name] if name == "master" or gate.wait() else None
 
-    sync = FileSync(folder, "job", {"master": [0], "trainer-1": [1]}, connect, clock)
+    sync = FileSync(folder, "job", {"master": [0], "trainer-1": [1]}, connect)
     try:
+        for name in "ab":
+            nodes["master"].files[name] = b"1"
+            eventually((folder / name).exists)
+        sync.give_up("trainer-1")
+        nodes["master"].files["c"] = b"1"
         sync.copy_all(9999)
-        assert len([*folder.iterdir()]) == 30 and sync.silent() == {"trainer-1"}
-        assert len([sent for sent in tried if 0 < sent < 30]) <= 30 * MAX_TURN / RETRY_INTERVAL
+        assert (folder / "c").exists() and sync.silent() == {"trainer-1"}
+        gate.set()
+        nodes["trainer-1"].files["d"] = b"1"
+        eventually(lambda: not sync.silent())  # from here on, it is waited for
+        nodes["trainer-1"].files["e"] = b"1"
+        sync.copy_all(9999)
+        assert (folder / "d").exists() and (folder / "e").exists()
     finally:
+        gate.set()
         sync.close()
+
+
+def test_closing_must_not_wait_for_a_node_that_was_given_up(folder, monkeypatch):
+    monkeypatch.setattr(sync_module, "CLOSE_TIMEOUT", float("inf"))
+    gate = threading.Event()
+
+    def connect(name: str) -> None:
+        gate.wait()
+
+    sync = FileSync(folder, "job", {"master": [0]}, connect)
+    try:
+        sync.give_up("master")
+        sync.close()
+        (thread,) = sync.threads
+        assert thread.is_alive()
+    finally:
+        gate.set()
 
 
 def test_copying_of_all_files_must_go_on_while_files_come(synced, folder):
@@ -76,8 +102,8 @@ def test_the_files_of_all_nodes_together_must_be_limited(synced, folder, monkeyp
     trainer.files = {f"t{number}": b"1" for number in range(4)}
     sync = synced(master=master, trainer=trainer)
     assert sync.catch_up(20) and len([*folder.iterdir()]) == 5
-    (warning,) = sync.warnings()
-    assert warning.startswith(("master: some files are not copied", "trainer: some files are not copied"))
+    warnings = sync.warnings()
+    assert warnings and all(": some files are not copied" in warning for warning in warnings)
     master.files.clear()
     trainer.files.clear()
     assert sync.catch_up(20) and not [*folder.iterdir()]

@@ -33,8 +33,9 @@ def test_a_file_that_cannot_be_read_must_be_retried_only_after_a_while_or_a_chan
 
     def attempts() -> int:
         """How often the file is requested in four rounds."""
-        before, rounds = node.requests.count("bad"), sync.looks
-        while sync.looks < rounds + 4:
+        (master,) = sync.nodes
+        before, rounds = node.requests.count("bad"), master.looks
+        while master.looks < rounds + 4:
             with sync.changed:
                 sync.changed.wait(1)
         return node.requests.count("bad") - before
@@ -110,7 +111,7 @@ def test_closing_must_not_wait_for_a_node_that_does_not_answer(folder):
     sync = sync_master(folder, lambda _: node)
     assert requested.wait(20)
     sync.close()
-    assert not sync.thread.is_alive() and node.closed
+    assert not any(thread.is_alive() for thread in sync.threads) and node.closed
 
 
 def test_closing_must_not_wait_long_for_a_connection_and_must_leave_it_unused(folder, monkeypatch):
@@ -120,9 +121,10 @@ def test_closing_must_not_wait_long_for_a_connection_and_must_leave_it_unused(fo
     sync = sync_master(folder, lambda _: (requested.set(), gate.wait(), node)[2])
     assert requested.wait(20)
     sync.close()
-    assert sync.thread.is_alive()
+    (thread,) = sync.threads
+    assert thread.is_alive()
     gate.set()
-    sync.thread.join()
+    thread.join()
     assert node.closed
 
 
