@@ -6,6 +6,7 @@ OrchestrateError          1
 │   └── EngineLost        3   the engine does not respond at all
 ├── StorageError          3   the object store refuses a request, or has no intact copy
 │   └── StorageLost       3   the object store does not respond; it may come back
+│       └── StorageBusy   3   the object store responds, but is overloaded or fails
 └── ResourceError         4   the engine answers, but something is missing: an image, GPUs, Compose
 """
 
@@ -56,6 +57,10 @@ class StorageError(OrchestrateError):
 
 class StorageLost(StorageError):
     """The object store does not respond, or fails; it may come back."""
+
+
+class StorageBusy(StorageLost):
+    """The object store has answered that it is overloaded or fails: its address is right."""
 
 
 class StorageConflict(StorageError):

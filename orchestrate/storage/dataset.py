@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
-from orchestrate.errors import StorageError, StorageLost
+from orchestrate.errors import StorageBusy, StorageError, StorageLost
 from orchestrate.files.folder import content, write_whole
 from orchestrate.host import owners, private
 from orchestrate.spec.folders import cached_data
@@ -33,8 +33,8 @@ def fetch(
 ) -> tuple[int, int]:
     """Make the cache of a store's URL equal to the store; return the number of files and bytes that were fetched.
 
-    `progress` is called with these numbers so far, and `lost` with each error after which a file is tried again, both
-    from several threads. Raises StorageError.
+    `progress` is called with these numbers so far, and `lost` with each error after which a request is tried again,
+    both from several threads. Raises StorageError.
     """
     folder = cached_data(store.url).parent
     try:
@@ -48,7 +48,8 @@ def fetch(
 
 
 def _update(store: Store, folder: Path, progress: Progress, lost: Callable[[StorageLost], None]) -> tuple[int, int]:
-    wanted = {version.key: version for version in store.versions() if not version.key.endswith("/")}
+    versions = retry(lambda: [*store.versions()], never, lost, StorageBusy)
+    wanted = {version.key: version for version in versions if not version.key.endswith("/")}
     above = {folder for key in wanted for folder in _folders(store, key) if folder in wanted}
     for key in [key for key in above if not wanted[key].size]:
         del wanted[key]  # the marker of a folder, as the web pages of stores create it

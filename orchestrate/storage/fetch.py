@@ -15,6 +15,7 @@ import stat
 import threading
 from collections.abc import Callable
 from pathlib import PurePosixPath
+from typing import TypeVar
 
 from orchestrate.clock import SYSTEM, wait_until
 from orchestrate.errors import StorageError, StorageLost
@@ -31,6 +32,7 @@ RETRY_INTERVAL = 2.0  # seconds until a file is tried again after an outage
 PATIENCE = 120.0  # seconds to try a file again; the job has not started yet, so nothing is lost if fetching fails
 WITH_PROGRESS = 100.0  # seconds of an attempt that must have read something: without data, it ends earlier
 Progress = Callable[[int, int], None]
+T = TypeVar("T")
 
 
 def never() -> bool:
@@ -52,7 +54,7 @@ def restore(
     """
     problems: list[Damaged] = []
     found = None
-    for manifest in intact(store, contents(store), problems):
+    for manifest in intact(store, retry(lambda: contents(store), stopped), problems):
         try:
             fetch(store, manifest, folder, below, stopped, progress)
             found = manifest
@@ -125,15 +127,21 @@ def _fetch(store: Store, entry: Entry, folder: Folder, work: str, stopped: Calla
 
 
 def retry(
-    action: Callable[[], None], stopped: Callable[[], bool], lost: Callable[[StorageLost], None] = lambda error: None
-) -> None:
-    """Try again after an outage, of which `lost` gets the error; raises StorageLost after PATIENCE, and Stopped."""
+    action: Callable[[], T],
+    stopped: Callable[[], bool],
+    lost: Callable[[StorageLost], None] = lambda error: None,
+    fails: type[StorageLost] = StorageLost,
+) -> T:
+    """Return the result of `action`, which is tried again after an outage that `fails` with this error.
+
+    `lost` gets each of them. Raises StorageLost after PATIENCE, and Stopped.
+    """
     until = 0.0
     while True:
         began = SYSTEM.monotonic()
         try:
             return action()
-        except StorageLost as error:
+        except fails as error:
             now = SYSTEM.monotonic()
             if not until or now - began > WITH_PROGRESS:
                 until = now + PATIENCE

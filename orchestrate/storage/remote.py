@@ -13,7 +13,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 from urllib.parse import SplitResult, urlsplit
 
-from orchestrate.errors import ResourceError, StorageError, StorageLost, UsageError
+from orchestrate.errors import ResourceError, StorageBusy, StorageError, StorageLost, UsageError
 from orchestrate.spec.redact import Mask
 from orchestrate.storage.base import PART, VARIABLES, Store, Version
 from orchestrate.storage.parallel import interruptible, started
@@ -33,7 +33,8 @@ RETRY = {"max_retries": 2, "retry_timeout": timedelta(seconds=10)}
 ANSWER = re.compile(r"<Code>([^<]*)</Code>(?:\s*<Message>([^<]*)</Message>)?")
 DENIED = re.compile(r"\b(401|403) |AccessDenied|SignatureDoesNotMatch|InvalidAccessKeyId|ExpiredToken")
 NO_CREDENTIALS = "169.254.169.254"  # where the library looks for a cloud machine's own credentials when none are set
-LOST = re.compile(r"error sending request|HTTP error|: 5\d\d |timed? ?out|429 ", re.IGNORECASE)
+BUSY = re.compile(r": 5\d\d |429 ")
+LOST = re.compile(rf"error sending request|HTTP error|timed? ?out|{BUSY.pattern}", re.IGNORECASE)
 MISSING = ("NoSuchKey", "404 Not Found", "not found: No such file")
 LOST_HINT = "check the network, and the endpoint if you have set one (AWS_ENDPOINT_URL)"
 HOST = re.compile(r" https?://(?:[^/\s@]*@)?([^/\s]+)")
@@ -190,8 +191,10 @@ def explained(url: str, key: str, text: str) -> StorageError:
     if LOST.search(text):
         host, cause = HOST.search(text), CAUSE.search(details)
         server = _safe(host[1]) if host else "the object store"
-        what = "does not respond" if "HTTP error" in text else "is overloaded or failing"
-        return StorageLost(f"{url}: {server} {what} ({_safe(cause[0] if cause else reason)})", LOST_HINT)
+        why = _safe(cause[0] if cause else reason)
+        if BUSY.search(text):
+            return StorageBusy(f"{url}: {server} is overloaded or failing ({why})", LOST_HINT)
+        return StorageLost(f"{url}: {server} does not respond ({why})", LOST_HINT)
     return StorageError(f"{where}: {_safe(reason)}", f"check {VARIABLES[scheme]}")
 
 

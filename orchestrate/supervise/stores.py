@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from orchestrate.console import during, phase, print_message
-from orchestrate.errors import StorageLost
+from orchestrate.errors import StorageBusy, StorageLost
 from orchestrate.plan.plan import pluralize
 from orchestrate.record.report import Copied
 from orchestrate.spec.folders import is_url
@@ -39,10 +39,11 @@ def _data(spec: JobSpec) -> list[str]:
 
 
 def _reach(url: str) -> None:
+    from orchestrate.storage.fetch import never, retry
     from orchestrate.storage.store import open_store
 
     with during(f"connecting to {url}"):
-        open_store(url).reach()
+        retry(open_store(url).reach, never, _lost(), StorageBusy)
 
 
 def _fetch(url: str) -> None:
@@ -50,6 +51,18 @@ def _fetch(url: str) -> None:
     from orchestrate.storage.store import open_store
 
     text = f"fetching {url}"
+
+    def progress(files: int, size: int) -> None:
+        phase(f"{text}: {pluralize(files, 'file')}, {_amount(size)}")
+
+    with during(text):
+        files, size = fetch(open_store(url), progress, _lost())
+    what = f"fetched {pluralize(files, 'file')} ({_amount(size)}) of {url}"
+    print_message(what if files else f"{url} has not changed")
+
+
+def _lost() -> Callable[[StorageLost], None]:
+    """Return a function that prints the first of the errors after which a request is tried again."""
     warned: list[StorageLost] = []
 
     def lost(error: StorageLost) -> None:
@@ -57,13 +70,7 @@ def _fetch(url: str) -> None:
             warned.append(error)
             print_message(f"{error}; trying again for two minutes")
 
-    def progress(files: int, size: int) -> None:
-        phase(f"{text}: {pluralize(files, 'file')}, {_amount(size)}")
-
-    with during(text):
-        files, size = fetch(open_store(url), progress, lost)
-    what = f"fetched {pluralize(files, 'file')} ({_amount(size)}) of {url}"
-    print_message(what if files else f"{url} has not changed")
+    return lost
 
 
 def _amount(size: int) -> str:

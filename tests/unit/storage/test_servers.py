@@ -11,8 +11,11 @@ from support.scripted import Clock
 from support.waiting import eventually
 
 from orchestrate.errors import StorageError, StorageLost
-from orchestrate.storage.fetch import retry
+from orchestrate.files.folder import Folder
+from orchestrate.spec.spec import JobSpec
+from orchestrate.storage.fetch import restore, retry
 from orchestrate.storage.store import open_store
+from orchestrate.supervise import stores
 
 
 class Strict(BaseHTTPRequestHandler):
@@ -104,6 +107,50 @@ def test_a_server_that_does_not_delete_must_not_be_waited_for(monkeypatch):
         with pytest.raises(StorageLost, match="still has not deleted an object"):
             store.delete(["files/b"])
         Deaf.ends.set()
+
+
+class Busy(Strict):
+    """Is too busy to list its objects until it was asked often enough; answers nothing else."""
+
+    left = 0
+
+    def do_GET(self):
+        Busy.left -= 1
+        body = "<ListBucketResult><Name>b</Name></ListBucketResult>" if Busy.left < 0 else "<Error/>"
+        self.send_response(200 if Busy.left < 0 else 503)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body.encode())
+
+
+ASKS = 3  # requests of the library, with its own retries
+
+
+@pytest.mark.parametrize("where", ["data", "checkpoints", "start"])
+def test_a_busy_server_must_be_asked_again_for_its_list(monkeypatch, capsys, tmp_path, where):
+    monkeypatch.setattr("orchestrate.storage.fetch.RETRY_INTERVAL", 0.01)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    Busy.left = 2 * ASKS
+    with served(Busy) as endpoint:
+        use(monkeypatch, endpoint)
+        if where == "start":
+            assert restore(open_store("s3://bucket/x"), Folder(tmp_path, "job"), "checkpoints") is None
+        elif where == "checkpoints":
+            stores.prepare(JobSpec(checkpoints="s3://bucket/x"))
+        else:
+            with pytest.raises(StorageError, match="has no objects"):
+                stores.prepare(JobSpec(data={"d": "s3://bucket/x"}))
+        assert Busy.left < 0
+    warning = "status code: 503 Service Unavailable: <Error/>); trying again for two minutes"
+    assert capsys.readouterr().err.count(warning) == (where != "start")
+
+
+def test_a_server_that_is_not_there_must_not_be_waited_for(monkeypatch):
+    with served(Busy) as endpoint:
+        use(monkeypatch, endpoint)
+    with pytest.raises(StorageLost, match="does not respond") as lost:
+        stores.prepare(JobSpec(checkpoints="s3://bucket/x"))
+    assert type(lost.value) is StorageLost
 
 
 def test_an_answer_must_be_shown_in_one_line(monkeypatch):
