@@ -238,7 +238,7 @@ def test_a_supervisor_that_takes_over_must_find_the_workers_and_their_files(loca
     assert another.clients.running == {0: "master", 1: "trainer-1"} and len(stub.containers) == 1
     earlier = another.sync
     another.adopt(job_plan)  # as after a lost engine
-    assert not earlier.thread.is_alive()
+    assert not any(thread.is_alive() for thread in earlier.threads)
     another.stop(Stop.KILL)
     assert ends(another, 2)
     assert (local_hosts.run / "of-1-0").exists()
