@@ -166,7 +166,7 @@ def bring_up(
     name = run_dir.new_id(spec)
     paths = JobPaths(runs / name)
     engine.prepare(spec, paths.nodes)
-    inventory, own = engine.inventory(spec, paths.nodes, run_image=True)
+    inventory, own = engine.inventory(dataclasses.replace(spec, queue=False), paths.nodes, run_image=True)
     placement = dataclasses.replace(own, cluster=name, code=str(code or Path.cwd()), keep=spec.keep or 0.0)
     cluster_plan = plan(spec, inventory, placement, name, port(placement.network, 0))
     warn_of_crowd(cluster_plan)

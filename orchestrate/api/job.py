@@ -285,10 +285,14 @@ def _started(
         if spec.stdin:
             raise UsageError("stdin is not supported for jobs from Python", "write a file, and pass its path")
         prepared = prepare.prepare(spec, folder, on)
-        prepared.create({name: io.BytesIO(text) for name, text in program.files.items()})
-    if tell:
-        console.print_message(prepared.plan)
-    prepare.start_supervisor(prepared.paths, bound)
+        with contextlib.ExitStack() as claim:
+            claim.push(prepared.claim)
+            prepared.create({name: io.BytesIO(text) for name, text in program.files.items()})
+            claim.pop_all()
+    with prepared.claim:
+        if tell:
+            console.print_message(prepared.plan)
+        prepare.start_supervisor(prepared.paths, bound)
     return Job(prepared.paths.root)
 
 

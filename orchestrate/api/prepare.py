@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO
 
-from orchestrate.api import cluster
+from orchestrate.api import cluster, queue
 from orchestrate.console import print_message
 from orchestrate.dataclass import dataclass, field
 from orchestrate.engines import choice
@@ -22,6 +22,7 @@ from orchestrate.engines.base import Engine
 from orchestrate.engines.ports import port
 from orchestrate.errors import UsageError
 from orchestrate.files.paths import PACKAGE, code_folder
+from orchestrate.host import claims
 from orchestrate.plan import preload
 from orchestrate.plan.plan import Inventory, Placement, Plan, plan
 from orchestrate.record import lock, run_dir
@@ -43,6 +44,7 @@ class Prepared:
     paths: JobPaths
     engine: Engine
     held: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)  # the lock of a cluster, until `create`
+    claim: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)  # of GPUs, until it has a supervisor
 
     def create(self, files: Mapping[str, IO[bytes]]) -> None:
         """Create the run directory, with files in the job folder, by name; raises UsageError, OSError."""
@@ -67,20 +69,21 @@ def prepare(spec: JobSpec, runs: Path, on: str = "") -> Prepared:
     engine, paths, revision = _begin(spec, runs)
     stores.prepare(spec)
     engine.prepare(spec, paths.shared)
-    inventory, own = engine.inventory(spec, paths.shared, run_image=True)
-    own = dataclasses.replace(own, revision=revision())
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as held, contextlib.ExitStack() as claim:
+        inventory, own = queue.site(engine, spec, paths, claim.enter_context(claims.Ticket(paths.root.name)))
+        own = dataclasses.replace(own, revision=revision())
         placement = _placement(spec, inventory, own, paths, engine, held, on)
         if placement is own:
             cluster.remove_kept(engine, runs)
             placement = cluster.keep(engine, spec, runs, own, paths.root.name, held) if spec.keep else own
-        return Prepared(spec, _plan(spec, inventory, placement, paths), paths, engine, held.pop_all())
+        job_plan = _plan(spec, inventory, placement, paths)
+        return Prepared(spec, job_plan, paths, engine, held.pop_all(), claim.pop_all())
 
 
 def planned(spec: JobSpec, runs: Path) -> Plan:
     """Return the plan of a job without creating anything; raises OrchestrateError."""
     engine, paths, revision = _begin(spec, runs)
-    inventory, own = engine.inventory(spec, paths.shared, run_image=False)
+    inventory, own = engine.inventory(dataclasses.replace(spec, queue=False), paths.shared, run_image=False)
     own = dataclasses.replace(own, revision=revision())
     return _plan(spec, inventory, _placement(spec, inventory, own, paths, engine), paths)
 

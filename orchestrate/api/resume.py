@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import secrets
 from pathlib import Path
 
+from orchestrate.api import queue
 from orchestrate.api.prepare import Prepared
 from orchestrate.api.script import check_script
 from orchestrate.engines import choice
 from orchestrate.engines.ports import port
 from orchestrate.errors import UsageError
 from orchestrate.files.paths import code_folder
-from orchestrate.host import records, users
-from orchestrate.plan.plan import Plan, plan
+from orchestrate.host import claims, records, users
+from orchestrate.plan.plan import Inventory, Placement, Plan, plan
 from orchestrate.record import lock, run_dir
 from orchestrate.record.events import JobResumed
 from orchestrate.record.history import History
 from orchestrate.record.outcomes import Outcome
 from orchestrate.record.paths import JobPaths
 from orchestrate.spec import source, worktree
+from orchestrate.spec.spec import JobSpec
 from orchestrate.supervise import launch, stores
 
 
@@ -39,8 +42,16 @@ def resume(paths: JobPaths) -> Prepared:
     stores.prepare(spec)
     engine, name = choice.of_plan(spec, last), paths.root.name
     engine.prepare(spec, paths.shared)
-    inventory, placement = engine.inventory(spec, paths.shared, run_image=True)
-    placement = dataclasses.replace(placement, revision=worktree.revision(code_folder(spec.command))())
+    with contextlib.ExitStack() as claim:
+        inventory, placement = queue.site(engine, spec, paths, claim.enter_context(claims.Ticket(name)))
+        placement = dataclasses.replace(placement, revision=worktree.revision(code_folder(spec.command))())
+        wanted = _reopen(paths, spec, inventory, placement)
+        return Prepared(spec, wanted, paths, engine, claim=claim.pop_all())
+
+
+def _reopen(paths: JobPaths, spec: JobSpec, inventory: Inventory, placement: Placement) -> Plan:
+    """Write the plan of the next generation; from then on, the job has not ended. Raises OrchestrateError."""
+    name = paths.root.name
     try:
         with lock.held(paths, supervises=False):
             check(paths)  # again: another process may have resumed the job meanwhile
@@ -58,7 +69,7 @@ def resume(paths: JobPaths) -> Prepared:
         check(paths)
         hint = f"python -m orchestrate attach {name}"
         raise UsageError(f"another process resumes or removes {name}", hint) from None
-    return Prepared(spec, wanted, paths, engine)
+    return wanted
 
 
 def check(paths: JobPaths) -> Plan:

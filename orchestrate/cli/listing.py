@@ -18,7 +18,7 @@ from orchestrate.engines.base import Engine, JobState
 from orchestrate.errors import UsageError
 from orchestrate.files.lines import last
 from orchestrate.files.paths import METRICS
-from orchestrate.host import owners
+from orchestrate.host import claims, owners
 from orchestrate.record import lock, metrics, run_dir
 from orchestrate.record.paths import JobPaths
 from orchestrate.spec.sizes import format_bytes
@@ -36,7 +36,7 @@ class Listed:
     engine: str
     nodes: int  # that exist now
     state: str  # for display
-    run: Path  # its run directory
+    run: Path | None  # its run directory; None for a job in the queue, which has none yet
     started: float  # in seconds since 1970; 0 if unknown
     seconds: float | None = None  # duration, if it has ended
     metrics: dict[str, Any] = field(default_factory=dict)  # last values
@@ -59,6 +59,14 @@ def current(runs: Path) -> Iterator[Listed]:
     for folder in job_folders(runs, since=time.time() - STILL_SUPERVISED):
         if folder.name not in shown and lock.holder(JobPaths(folder)):
             yield from _supervised(JobPaths(folder), "running")
+
+
+def queued() -> Iterator[Listed]:
+    """Yield the jobs of all accounts that wait for GPUs, in the order of the queue."""
+    for claim in claims.found():
+        if claim.among:
+            state = f"waits for {claims.wanted(claim.among, claim.count)}"
+            yield Listed(str(claim), "", 0, state, None, claim.since / 1e9)
 
 
 def _without(state: JobState) -> str:

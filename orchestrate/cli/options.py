@@ -37,7 +37,7 @@ FLAGS = {  # job file keys that are also options, with their metavars
     "spares": "N",
     "keep": "DURATION",
 }
-SWITCHES = ("require_communication", "isolated", "stdin")  # keys that are options without a value
+SWITCHES = ("require_communication", "isolated", "stdin", "queue")  # keys that are options without a value
 RUNS = Path("runs")
 LATEST = "latest"
 COMMAND = "[[--] SCRIPT.py ARGS | -m MODULE ARGS | PROGRAM ARGS]"

@@ -28,7 +28,7 @@ from orchestrate.errors import EngineError, ResourceError
 from orchestrate.files.paths import NODE, PROJECT, code_folder
 from orchestrate.host import private
 from orchestrate.host.cores import cores
-from orchestrate.host.gpus import Offer, fields, look, offer, why_none
+from orchestrate.host.gpus import Offer, claimed, fields, look, offer, why_none
 from orchestrate.node import protocol, warm
 from orchestrate.node.warm import SUPPORTED, processes
 from orchestrate.plan.container import UNBUFFERED
@@ -90,7 +90,7 @@ class ProcessEngine:
             hint = "pip install torch torchvision safetensors, or start Docker"
             raise ResourceError(f"{missing[0]} is not installed in {sys.executable}", hint)
         modules = preload(spec, code, copied=spec.source.startswith(GIT))
-        offered = _offer(spec)
+        offered = _offer(spec, run.parent.name)
         if offered.gpus and may_use_torch(spec, modules) and (why := check_cache.gpu_problem(offered.gpus)):
             offered = Offer(why=f"{sys.executable} cannot use the GPUs: {why}{check_cache.AGAIN}")
         inventory = Inventory(
@@ -333,12 +333,12 @@ def _is_locked(lock: Path) -> bool:
 
 
 @during("looking for GPUs")
-def _offer(spec: JobSpec) -> Offer:
+def _offer(spec: JobSpec, job: str) -> Offer:
     """Return the GPUs of this machine that are available to a job."""
     if spec.gpus == "none":
         return Offer()
     found = look()
-    return offer(found, spec.gpus) if found else Offer(why=why_none())
+    return offer(claimed(found, job), spec.gpus, queue=spec.queued_gpus) if found else Offer(why=why_none())
 
 
 def _listener_pid(path: Path) -> int:

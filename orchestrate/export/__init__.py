@@ -86,9 +86,9 @@ def shape(spec: JobSpec, name: str) -> Shape:
 
 def _check(spec: JobSpec) -> None:
     """Raise UsageError for settings that cannot be exported."""
-    if spec.pin or spec.share_gpus or spec.network == "host":
+    if spec.pin or spec.share_gpus or spec.queue or spec.network == "host":
         raise UsageError(
-            "pin, share_gpus and network cannot be exported", "remove them: they are for this machine only"
+            "pin, share_gpus, queue and network cannot be exported", "remove them: they are for this machine only"
         )
     if spec.pip or spec.dockerfile:
         hint = "build an image that contains the packages, push it, and set image"

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from orchestrate.dataclass import dataclass, replace
+from orchestrate.errors import ResourceError
+from orchestrate.host import claims
 from orchestrate.host.cores import PCI, near
 
 if TYPE_CHECKING:  # otherwise only where it is used: it takes time to import
@@ -45,13 +47,16 @@ class Gpu:
     display: bool = False  # whether it drives a display
     persistent: bool = True  # whether the driver stays loaded while no program uses the GPU
     driver: str = ""  # its version
+    job: str = ""  # the other job that uses it, for display
 
     @property
     def busy(self) -> bool:
         """Whether other programs use this GPU."""
-        return self.used > BUSY * self.total + DESKTOP_MEMORY * self.display
+        return bool(self.job) or self.used > BUSY * self.total + DESKTOP_MEMORY * self.display
 
     def __str__(self) -> str:
+        if self.job:
+            return f"{self.id}, in use by {self.job}"
         share = f", {100 * self.used / self.total:.0f}% of its memory in use" if self.total and self.busy else ""
         return f"{self.id}{share}"
 
@@ -63,6 +68,17 @@ class Offer:
     gpus: tuple[Gpu, ...] = ()  # in the order of assignment to workers
     why: str = ""  # why `gpus` is empty
     note: str = ""  # about GPUs that other programs use
+
+
+class Busy(ResourceError):
+    """Too few GPUs are free for a job that waits for some."""
+
+    def __init__(self, gpus: tuple[Gpu, ...], count: int) -> None:
+        """The job waits for `count` of these."""
+        self.among, self.count = tuple(gpu.id for gpu in gpus), count
+        self.users = tuple(dict.fromkeys(gpu.job or "other programs" for gpu in gpus if gpu.busy))
+        what = f"{claims.wanted(self.among, count)} must be free, in use by {', '.join(self.users)}"
+        super().__init__(what, "wait for them, or use --gpus all without --queue")
 
 
 def fields(offer: Offer, pin: bool) -> dict[str, Any]:
@@ -128,20 +144,33 @@ def _whole(uuid: str, number: int, name: str, element: Element, driver: str) -> 
     )
 
 
-def offer(found: tuple[Gpu, ...], asked: str | int, environ: Mapping[str, str] = os.environ) -> Offer:
+def claimed(found: tuple[Gpu, ...], job: str) -> tuple[Gpu, ...]:
+    """Add the other jobs that use them to GPUs that a job may get."""
+    used = claims.users(job) if found else {}
+    return tuple(replace(gpu, job=str(used[gpu.id])) if gpu.id in used else gpu for gpu in found)
+
+
+def offer(
+    found: tuple[Gpu, ...], asked: str | int, environ: Mapping[str, str] = os.environ, queue: int | None = None
+) -> Offer:
     """Select the GPUs of a job; `asked` is `auto`, `all` or a number.
 
     The caller's CUDA_VISIBLE_DEVICES is respected. `auto` skips GPUs that other programs use; a number takes those
-    last.
+    last. With `queue`, the least number that the job needs, it raises Busy if too few are free.
     """
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     seen = found if visible is None else tuple(_visible(found, visible))
     if found and not seen:
         return Offer(why=f"CUDA_VISIBLE_DEVICES={visible} matches none of the {_counted(found)}")
     free, busy = [gpu for gpu in seen if not gpu.busy], [gpu for gpu in seen if gpu.busy]
+    if queue is not None and seen:
+        count = min(len(seen), asked if isinstance(asked, int) else queue if asked == "auto" else len(seen))
+        if len(free) < count:
+            raise Busy(seen, count)
     if asked == "auto":
         left = f"{_counted(busy)} in use by other programs" if busy else ""
-        why = f"{left}; use --gpus all to include {'it' if len(busy) == 1 else 'them'}" if busy and not free else ""
+        ways = f"--gpus all to include {'it' if len(busy) == 1 else 'them'}, or --queue to wait"
+        why = f"{left}; use {ways}" if busy and not free else ""
         return Offer(gpus=tuple(free), why=why, note=f"{left}, skipped" if free and busy else "")
     gpus = tuple(free + busy)[:asked] if isinstance(asked, int) and asked <= len(seen) else seen
     return Offer(gpus=gpus, note="; ".join(str(gpu) for gpu in gpus if gpu.busy))

@@ -111,6 +111,11 @@ class JobSpec:
         values.boolean,
         "whether nodes may [share GPUs](docs/gpu.md#several-workers-on-one-gpu) if there are fewer GPUs than workers",
     )
+    queue: bool = _field(
+        False,
+        values.boolean,
+        "whether to [wait](docs/gpu.md#the-queue) until enough GPUs are free, or with `pin` cores, in order of arrival",
+    )
     engine: str = _field(
         "auto",
         values.choice("auto", "docker", "process", "swarm"),
@@ -268,6 +273,13 @@ class JobSpec:
         """The command with the options of `hyperparameters`, except those that it has already."""
         given = {word.partition("=")[0] for word in self.command}
         return (*self.command, *_options({k: v for k, v in self.hyperparameters.items() if f"--{k}" not in given}))
+
+    @property
+    def queued_gpus(self) -> int | None:
+        """The least number of GPUs that a job in the queue waits for; None if it does not wait."""
+        if not self.queue:
+            return None
+        return 1 if self.share_gpus or self.command == APP else (self.trainers + 1) * (self.nproc_per_node or 1)
 
     @property
     def files(self) -> dict[str, str]:

@@ -18,7 +18,7 @@ from orchestrate.clock import wait_until
 from orchestrate.engines.base import Engine
 from orchestrate.errors import OrchestrateError, UsageError
 from orchestrate.files import folder, log_file
-from orchestrate.host import records
+from orchestrate.host import claims, records
 from orchestrate.plan.plan import Plan
 from orchestrate.record import lock, report, run_dir, stacks, usage
 from orchestrate.record.events import OURS, Event, GenerationStarted, JobEnded, NodesDown, SupervisorStarted
@@ -51,8 +51,11 @@ def supervise(
     """
     with contextlib.ExitStack() as stack:
         stack.callback(patience.calm)
+        claim = stack.enter_context(claims.Ticket(paths.root.name))
+        claim.inherit()  # before the job has a supervisor, which is when the process that has prepared it lets go
         stack.enter_context(lock.held(paths))
         spec, plan = run_dir.load(paths)
+        claim.take(claims.needs(plan.engine, plan.gpus, spec.pin))
         hide = spec.mask()
         stack.enter_context(log_file.kept(paths.orchestrate_log, hide))
         log.info("orchestrate %s, Python %s, %s", __version__, platform.python_version(), " ".join(os.uname()[::2]))

@@ -20,7 +20,7 @@ from orchestrate.spec.spec import JobSpec
         (["slurm", "--form", "job"], "unknown form 'job'"),
         (["compose", "--form", "job"], "unknown form 'job'"),
         (["nomad"], "unknown target 'nomad'"),
-        (["kubernetes", "--set", "network=host"], "pin, share_gpus and network cannot be exported"),
+        (["kubernetes", "--set", "network=host"], "pin, share_gpus, queue and network cannot be exported"),
         (["slurm", "--set", "user=root"], "user is root, but Slurm runs a job as the user who submits it"),
         (["slurm", "--set", "constraints=[node.labels.a == b]"], "constraints and encrypt are for Swarm only"),
     ],

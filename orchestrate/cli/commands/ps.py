@@ -26,30 +26,34 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """List clusters and running jobs; with `--all`, also the jobs that have ended."""
-    rows = [*listing.current(args.runs)]
+    rows = [*listing.current(args.runs), *listing.queued()]
     if args.all:
         running = {row.name for row in rows}
         rows += [row for row in listing.ended(args.runs) if row.name not in running]
     if args.json:
         out(json.dumps([_data(row) for row in rows], indent=2))
     elif args.all:
-        elsewhere = any(row.run.parent != args.runs for row in rows)  # otherwise, the name says it
+        elsewhere = any(row.run and row.run.parent != args.runs for row in rows)  # otherwise, the name says it
         columns = ("STARTED", "DURATION", *["RUN"] * elsewhere, "METRICS")
         console.table([(*HEAD, *columns), *(_long(row, elsewhere) for row in rows)], cut=True)
     else:
-        console.table([(*HEAD, "RUN"), *((*_short(row), str(row.run)) for row in rows)])
+        console.table([(*HEAD, "RUN"), *((*_short(row), _run(row)) for row in rows)])
     return errors.SUCCEEDED
 
 
 def _short(row: Listed) -> tuple[str, str, str, str]:
-    return row.name, row.engine, str(row.nodes) if row.seconds is None else "", row.state
+    return row.name, row.engine, str(row.nodes) if row.run and row.seconds is None else "", row.state
 
 
 def _long(row: Listed, elsewhere: bool) -> tuple[str, ...]:
     metrics = ", ".join(listed(row.metrics)[:MAX_METRICS])
     lasted = "" if row.seconds is None else listing.duration(row.seconds)
     started = listing.ago(row.started) if row.started else ""
-    return *_short(row), started, lasted, *[str(row.run)] * elsewhere, metrics
+    return *_short(row), started, lasted, *[_run(row)] * elsewhere, metrics
+
+
+def _run(row: Listed) -> str:
+    return str(row.run) if row.run else ""
 
 
 def _data(row: Listed) -> dict[str, Any]:
@@ -58,7 +62,7 @@ def _data(row: Listed) -> dict[str, Any]:
         "engine": row.engine,
         "nodes": row.nodes,
         "state": row.state,
-        "run_directory": str(row.run),
+        "run_directory": _run(row),
         "started": row.started,
         "duration_s": row.seconds,
         "metrics": strict(row.metrics),

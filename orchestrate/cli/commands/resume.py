@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     if not options.quiet(args):
         print_message(str(job.plan))
     follower, stops = rest(paths, job.spec, job.plan, last=0), signals.count(job.spec)
-    with display.shown(args, job.plan, paths) as shown:
+    with job.claim, display.shown(args, job.plan, paths) as shown:
         feed = Feed(paths, job.spec, job.plan, shown, follower)
         data = launch.supervise(paths, job.engine, stops, feed)
     return result.show(args, paths.root.name, data)

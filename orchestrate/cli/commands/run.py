@@ -64,15 +64,16 @@ def _start(args: argparse.Namespace) -> int:
     result.prepare(args)
     display.style_of(args, job.plan)  # before there is a job: its options may be wrong
     stops = signals.count(spec) if not args.detach else lambda: 0
-    job.create({STDIN: stdin} if stdin else {})
-    if not options.quiet(args):
-        print_message(str(job.plan))
-    if args.detach:
-        _detach(args, job)
-        return errors.SUCCEEDED
-    with display.shown(args, job.plan, job.paths) as shown:
-        feed = Feed(job.paths, spec, job.plan, shown)
-        data = launch.supervise(job.paths, job.engine, stops, feed, prepared=args.clock.monotonic() - began)
+    with job.claim:
+        job.create({STDIN: stdin} if stdin else {})
+        if not options.quiet(args):
+            print_message(str(job.plan))
+        if args.detach:
+            _detach(args, job)
+            return errors.SUCCEEDED
+        with display.shown(args, job.plan, job.paths) as shown:
+            feed = Feed(job.paths, spec, job.plan, shown)
+            data = launch.supervise(job.paths, job.engine, stops, feed, prepared=args.clock.monotonic() - began)
     return result.show(args, job.paths.root.name, data)
 
 

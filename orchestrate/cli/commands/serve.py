@@ -143,9 +143,9 @@ class Site:
     def _jobs(self) -> str:
         from orchestrate.pages import site
 
-        running = {row.name: row for row in listing.current(self.runs) if row.run.parent == self.runs}
+        running = {row.name: row for row in listing.current(self.runs) if row.run and row.run.parent == self.runs}
         rows = [*running.values(), *(row for row in listing.ended(self.runs) if row.name not in running)]
-        rows = [row for row in rows if records.find(row.run) and not JobPaths(row.run).nodes.exists()]
+        rows = [row for row in rows if row.run and records.find(row.run) and not JobPaths(row.run).nodes.exists()]
         shown = [
             site.Row(row.name, row.state, listing.ago(row.started), row.seconds, site.metrics(row.metrics))
             for row in rows

@@ -18,7 +18,7 @@ from orchestrate.engines.docker.volumes import volumes
 from orchestrate.errors import EngineError, EngineLost, ResourceError
 from orchestrate.files.paths import NODES, code_folder
 from orchestrate.host.cores import cores
-from orchestrate.host.gpus import DETAILS, LIST, NVIDIA_SMI_TIMEOUT, Offer, fields, offer, read, trouble_of
+from orchestrate.host.gpus import DETAILS, LIST, NVIDIA_SMI_TIMEOUT, Offer, claimed, fields, offer, read, trouble_of
 from orchestrate.plan.plan import Inventory, Placement, may_use_torch, pluralize
 from orchestrate.plan.preload import preload
 from orchestrate.spec.folders import data_paths, without_stores
@@ -183,7 +183,7 @@ def _offer(daemon: Daemon, image: str, run: Path, spec: JobSpec) -> Offer:
         log="4m",  # details of one GPU take some 50 KB
         environment=toolkit.environment(gpu_mode, every),
     )
-    found = offer(read(text, text), spec.gpus)
+    found = offer(claimed(read(text, text), run.parent.name), spec.gpus, queue=spec.queued_gpus)
     if found.gpus or found.why:
         return found
     return Offer(why=trouble_of(text) or NO_GPU + (f": {clean(failure)[-200:]}" if failure else ""))

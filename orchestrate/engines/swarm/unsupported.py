@@ -15,6 +15,8 @@ def check(spec: JobSpec) -> None:
     if spec.pin or spec.share_gpus or spec.virtual_local_rank:
         why = "Docker Swarm does not support pin, share_gpus and virtual_local_rank"
         raise UsageError(why, "remove them; use cpus to limit cores")
+    if spec.queue:
+        raise UsageError("Docker Swarm does not support queue", "remove it: Swarm's tasks wait until GPUs are free")
     if spec.keep:
         raise UsageError("Docker Swarm does not support keep", "use up, which starts nodes that stay up")
     if spec.data or spec.mounts:

@@ -19,7 +19,7 @@ SHOWING = ["--print-path", "--json", "--progress", "--quiet", "--ranks", "--time
 FLAGS = ["--trainers", "--gpus", "--nproc-per-node", "--engine", "--image", "--name", "--max-run", "--max-restarts"]
 FLAGS += ["--min-trainers", "--spares", "--set", "--nodes", "--memory", "--cpus", "--env", "--require-communication"]
 FLAGS += ["--dockerfile", "--pip", "--requirements", "--data", "--mount", "--checkpoints"]
-FLAGS += ["--output", "--keep", "--source", "--chdir", "--secret", "--isolated", "--stdin", "--on-event"]
+FLAGS += ["--output", "--keep", "--source", "--chdir", "--secret", "--isolated", "--stdin", "--queue", "--on-event"]
 
 
 @pytest.mark.parametrize(

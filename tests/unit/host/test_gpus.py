@@ -1,14 +1,16 @@
 """The GPUs of a job must follow from the output of `nvidia-smi` and the caller's environment."""
 
 import dataclasses
+import os
 
 import pytest
 from support.plans import HERE, plan
 
 from orchestrate.errors import ResourceError
 from orchestrate.host import gpus
+from orchestrate.host.claims import Claim
 from orchestrate.host.cores import PCI, near, shares_near
-from orchestrate.host.gpus import Gpu, Offer, offer, read, trouble_of, why_none
+from orchestrate.host.gpus import Busy, Gpu, Offer, offer, read, trouble_of, why_none
 from orchestrate.plan.plan import read_plan
 from orchestrate.spec.redact import Mask
 from orchestrate.spec.spec import JobSpec
@@ -172,8 +174,36 @@ def test_auto_must_leave_out_gpus_in_use_and_a_number_must_take_them_last():
 
 
 def test_auto_must_report_that_all_gpus_are_in_use_with_a_hint():
-    assert offer((BOX[0],), "auto", {}) == Offer(why="1 GPU in use by other programs; use --gpus all to include it")
-    assert offer((BOX[0], BOX[2]), "auto", {}).why.endswith("; use --gpus all to include them")
+    why = "1 GPU in use by other programs; use --gpus all to include it, or --queue to wait"
+    assert offer((BOX[0],), "auto", {}) == Offer(why=why)
+    assert offer((BOX[0], BOX[2]), "auto", {}).why.endswith("; use --gpus all to include them, or --queue to wait")
+
+
+def test_gpus_of_other_jobs_must_count_as_in_use_and_name_the_job(monkeypatch):
+    claim = Claim("a-1", ("GPU-f1",), (), 0, os.geteuid(), 0.0)
+    monkeypatch.setattr(gpus.claims, "users", lambda job: {"GPU-f1": claim} if job == "b-1" else {})
+    box = gpus.claimed(BOX, "b-1")
+    assert ids(offer(box, "auto", {})) == ["GPU-f3"] and gpus.claimed(BOX, "a-1") == BOX
+    assert "GPU-f1, in use by a-1" in offer(box, "all", {}).note
+
+
+@pytest.mark.parametrize(
+    ("asked", "least", "count"),
+    [("auto", 1, 0), ("auto", 2, 0), ("auto", 3, 3), ("auto", 9, 4), (2, 1, 0), (3, 1, 3), ("all", 1, 4)],
+)
+def test_a_job_in_the_queue_must_wait_until_enough_gpus_are_free(asked, least, count):
+    if not count:
+        assert offer(BOX, asked, {}, queue=least).gpus
+        return
+    with pytest.raises(Busy) as busy:
+        offer(BOX, asked, {}, queue=least)
+    assert (busy.value.count, busy.value.among) == (count, tuple(gpu.id for gpu in BOX))
+    assert busy.value.users == ("other programs",)
+    assert str(busy.value).endswith("4 GPUs must be free, in use by other programs")
+
+
+def test_a_job_in_the_queue_must_not_wait_on_a_machine_without_gpus():
+    assert offer((), "auto", {}, queue=1) == Offer()
 
 
 MIG = read(LISTING, DETAILS)

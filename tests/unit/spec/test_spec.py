@@ -107,6 +107,7 @@ def test_a_generated_job_file_must_resolve_to_the_same_job(tmp_path):
         "nproc_per_node": 4,
         "gpus": 2,
         "share_gpus": True,
+        "queue": True,
         "virtual_local_rank": True,
         "sagemaker": True,
         "engine": "docker",

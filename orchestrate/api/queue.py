@@ -1,0 +1,56 @@
+"""What this machine offers to a job, once it is the job's: without `queue` at once, otherwise once enough is free."""
+
+from __future__ import annotations
+
+import time
+
+from orchestrate.console import print_message
+from orchestrate.engines.base import Engine
+from orchestrate.host import claims
+from orchestrate.host.gpus import Busy
+from orchestrate.plan.plan import Inventory, Placement, plan
+from orchestrate.record.paths import JobPaths
+from orchestrate.spec.spec import JobSpec
+
+INTERVAL = 0.5  # seconds between two looks at the claims of other jobs
+LOOK_AGAIN = 15.0  # seconds after which the GPUs are looked at again: other programs make no claims
+
+
+def site(engine: Engine, spec: JobSpec, paths: JobPaths, claim: claims.Ticket) -> tuple[Inventory, Placement]:
+    """Return what an engine offers to a job, after claiming the GPUs among it; raises OrchestrateError.
+
+    A job in the queue waits until enough GPUs, or with `pin` the cores, are free, and prints for what and for whom.
+    """
+    told = ""
+    while True:
+        known = claims.users(claim.job) if spec.gpus != "none" else {}
+        held: tuple[str, ...] = ()
+        try:
+            inventory, placement = engine.inventory(spec, paths.shared, run_image=True)
+            gpus = plan(spec, inventory, placement, claim.job, 0).gpus if inventory.gpus else ()
+            among = claims.needs(inventory.engine, gpus, spec.pin)
+            if claim.take(among, known, spec.queue):
+                return inventory, placement
+            count = len(among)
+        except Busy as busy:
+            among, count, held = busy.among, busy.count, busy.users
+        if spec.queue:
+            told = _wait(claim, among, count, held, told)
+
+
+def _wait(claim: claims.Ticket, among: tuple[str, ...], count: int, held: tuple[str, ...], told: str) -> str:
+    """Wait until it may be a job's turn: nobody is ahead, and what other jobs use has changed, or some time has passed.
+
+    `held` are the users of what it waits for, as far as known. Prints that, unless it was `told` before; returns it.
+    """
+    claim.wait(among, count)
+    seen, until = claims.users(claim.job), time.monotonic() + LOOK_AGAIN
+    while (ahead := claim.ahead(among)) or (claims.users(claim.job) == seen and time.monotonic() < until):
+        if ahead:  # look again once they are not
+            until = 0.0
+        users = held or tuple(dict.fromkeys(str(seen[each]) for each in among if each in seen))
+        where = f"behind {', '.join(map(str, ahead))}" if ahead else f"in use by {', '.join(users)}" if users else ""
+        if where and told != (told := f"{claim.job} waits for {claims.wanted(among, count)}, {where}"):
+            print_message(told)
+        time.sleep(INTERVAL)
+    return told

@@ -1,0 +1,229 @@
+"""Which jobs of this machine use its GPUs, or wait for them: files in a folder that all accounts share.
+
+A claim counts while the process that has made it lives and holds the lock of its file, so that a dead one needs no
+daemon to end it. Accounts that share GPUs can see and delay each other's jobs; no claim can do more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import logging
+import math
+import os
+import re
+import secrets
+import stat
+import time
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from orchestrate.dataclass import dataclass
+from orchestrate.host import owners
+
+log = logging.getLogger(__name__)
+
+FOLDER = Path("/tmp/orchestrate-gpus")  # not $TMPDIR: all accounts must find it
+CORES = "cores"  # claimed by jobs with pinned workers, in place of GPUs
+LOCK = "lock"
+MAX_CLAIMS, MAX_SIZE = 1000, 64 << 10  # claims that are read, and bytes of each: any account can write them
+DECISION_TIMEOUT = 5.0  # seconds to wait for other jobs that decide; an account that holds the lock forever is ignored
+READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+JOB, RESOURCE = re.compile(r"[a-z0-9][a-z0-9-]{0,99}"), re.compile(r"[\w/-]{1,100}", re.ASCII)
+_here: set[str] = set()  # jobs for which this process has claims
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What a job uses or waits for, as UUIDs of GPUs or `CORES`."""
+
+    job: str
+    uses: tuple[str, ...]
+    among: tuple[str, ...]  # what it waits for a part of; empty if it does not wait
+    count: int  # how many of these
+    uid: int  # of its account
+    since: float  # Unix time at which it was made or last changed, in nanoseconds; accounts cannot set it back
+
+    def __str__(self) -> str:
+        """Describe the job in messages."""
+        return self.job if self.uid == os.geteuid() else f"{self.job} of {owners.person(self.uid)}"
+
+
+def wanted(among: tuple[str, ...], count: int) -> str:
+    """Describe what a job waits for."""
+    if among == (CORES,):
+        return "the cores"
+    part = f"{count if count > 1 else 'one'} of " if count < len(among) else ""
+    return f"{part}{len(among)} GPU{'s' if len(among) > 1 else ''}"
+
+
+def needs(engine: str, gpus: tuple[str, ...], pin: bool) -> tuple[str, ...]:
+    """Return what a job claims of this machine: its GPUs, or the cores if it pins workers to them."""
+    return () if engine == "swarm" else gpus or (CORES,) * pin
+
+
+def found() -> list[Claim]:
+    """Return the claims of living processes, in the order in which they were made."""
+    claims: list[Claim] = []
+    with contextlib.suppress(OSError), _opened() as folder:
+        for name in islice(os.listdir(folder), MAX_CLAIMS):
+            with contextlib.suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
+                if claim := _read(name, folder):
+                    claims.append(claim)
+    return sorted(claims, key=lambda claim: (claim.since, claim.job))
+
+
+def users(job: str) -> dict[str, Claim]:
+    """Return what other jobs than this one use, and than those that this process prepares."""
+    return {resource: claim for claim in found() if claim.job not in {job, *_here} for resource in claim.uses}
+
+
+class Ticket:
+    """The claim of a job, of this process; usable in a `with` block, which ends it."""
+
+    def __init__(self, job: str) -> None:
+        """Claim nothing yet."""
+        self.job, self.file, self.name = job, -1, ""
+        self.content: tuple[tuple[str, ...], tuple[str, ...], int] = (), (), 0
+
+    def __enter__(self) -> Ticket:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End the claim."""
+        if self.file >= 0:
+            _here.discard(self.job)
+            with contextlib.suppress(OSError), _opened() as folder:
+                os.unlink(self.name, dir_fd=folder)
+            os.close(self.file)
+            self.file = -1
+
+    def inherit(self) -> None:
+        """Claim what another process has claimed for the job, which may let go from here on."""
+        for claim in found():
+            if claim.job == self.job and claim.uses and claim.uid == os.geteuid():
+                self._write(claim.uses)
+
+    def wait(self, among: tuple[str, ...], count: int) -> None:
+        """Wait in the queue for `count` of some resources; the place is kept while they are the same."""
+        with _deciding():
+            self._write((), among, count)
+
+    def take(self, uses: tuple[str, ...], known: Mapping[str, Claim] | None = None, queued: bool = False) -> bool:
+        """Claim resources, unless other jobs use one that is not among the `known` ones, if these are given.
+
+        With `queued`, none of them may be in use, and no other job may have waited for them before. Returns whether
+        they are claimed; on a machine whose folder cannot be used, nothing is, and the job does without.
+        """
+        if not uses:
+            return True
+        with _deciding():
+            if known is not None:
+                used = {*users(self.job)} - (set() if queued else known.keys())
+                if not used.isdisjoint(uses) or queued and self.ahead(uses):
+                    return False
+            self._write(uses)
+        return True
+
+    def ahead(self, among: tuple[str, ...]) -> list[Claim]:
+        """Return the claims of jobs that have waited for some of these resources for longer."""
+        claims = [claim for claim in found() if not {*among}.isdisjoint(claim.among) or claim.job == self.job]
+        own = next((place for place, claim in enumerate(claims) if claim.job == self.job), len(claims))
+        return claims[:own]
+
+    def _write(self, uses: tuple[str, ...], among: tuple[str, ...] = (), count: int = 0) -> None:
+        if self.content == (uses, among, count):
+            return
+        text = json.dumps({"job": self.job, "uses": uses, "among": among, "count": count}).encode()
+        try:
+            if self.file < 0:
+                self._create(text)
+            else:
+                os.ftruncate(self.file, os.pwrite(self.file, text, 0))
+            self.content = uses, among, count
+        except OSError as error:
+            log.warning("no GPUs are claimed: %s: %s", FOLDER, error.strerror)
+
+    def _create(self, text: bytes) -> None:
+        self.name = f"{self.job}.{secrets.token_hex(4)}"
+        with _opened(make=True) as folder:
+            file = os.open(f".{self.name}", NEW, 0o644, dir_fd=folder)
+            try:
+                os.fchmod(file, 0o644)
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.pwrite(file, text, 0)
+                os.rename(f".{self.name}", self.name, src_dir_fd=folder, dst_dir_fd=folder)  # others see it locked
+            except BaseException:
+                os.close(file)
+                raise
+        self.file = file
+        _here.add(self.job)
+
+
+@contextlib.contextmanager
+def _opened(make: bool = False) -> Iterator[int]:
+    """Open the folder; raises OSError if there is none, or accounts can remove each other's files there."""
+    if make:
+        with contextlib.suppress(FileExistsError):
+            FOLDER.mkdir()
+            FOLDER.chmod(0o1777)
+    folder = os.open(FOLDER, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        if not os.fstat(folder).st_mode & stat.S_ISVTX:
+            raise OSError(0, "it has no sticky bit")
+        yield folder
+    finally:
+        os.close(folder)
+
+
+@contextlib.contextmanager
+def _deciding() -> Iterator[None]:
+    """Let other jobs wait, as far as they can, until this one has decided what it claims."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):
+            folder = stack.enter_context(_opened(make=True))
+            with contextlib.suppress(FileExistsError):
+                os.close(os.open(LOCK, NEW, 0o444, dir_fd=folder))
+            file = os.open(LOCK, READ, dir_fd=folder)
+            stack.callback(os.close, file)
+            until = time.monotonic() + DECISION_TIMEOUT
+            while time.monotonic() < until:
+                with contextlib.suppress(BlockingIOError):
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                time.sleep(0.02)
+        yield
+
+
+def _read(name: str, folder: int) -> Claim | None:
+    """Read a claim; None for one whose process is gone, which is removed. Raises OSError, ValueError and the like."""
+    if name == LOCK or name.startswith("."):
+        return None
+    file = os.open(name, READ, dir_fd=folder)
+    try:
+        status = os.fstat(file)
+        if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_SIZE:
+            return None
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return _claim(json.loads(os.pread(file, MAX_SIZE, 0)), status)
+        if status.st_uid == os.geteuid():
+            os.unlink(name, dir_fd=folder)
+        return None
+    finally:
+        os.close(file)
+
+
+def _claim(data: dict[str, Any], status: os.stat_result) -> Claim:
+    uses, among, count = tuple(data["uses"]), tuple(data["among"]), data["count"]
+    if not JOB.fullmatch(data["job"]) or not all(map(RESOURCE.fullmatch, (*uses, *among))):
+        raise ValueError("no claim")
+    if type(count) is not int or not 0 <= count <= len(among):
+        raise ValueError("no count")
+    since = status.st_ctime_ns if among else math.inf
+    return Claim(data["job"], uses, among, count, status.st_uid, since)
