@@ -272,6 +272,7 @@ def _remove(engine: Engine, cluster: Cluster, grace: float) -> None:
     if stuck:
         hint = f"check who owns both, or remove one; then: python -m orchestrate down {cluster.name}"
         raise OrchestrateError(stuck, hint)
+    cluster.paths.plan.unlink(missing_ok=True)  # without one, `down` finishes this if it is interrupted
     run_dir.remove(cluster.paths)
     if lost:
         raise OrchestrateError(f"{cluster.name} was removed, but {lost}", "python -m orchestrate ps")

@@ -118,6 +118,16 @@ def move_from_cluster(paths: JobPaths) -> None:
         raise lost
 
 
+def _finish_move(paths: JobPaths) -> None:
+    """Give a job the files that were moved from its cluster by a process that was killed just before their last step.
+
+    Raises OSError.
+    """
+    moved = paths.root / f".{JOB}"
+    if not os.path.lexists(paths.shared) and moved.is_dir() and not moved.is_symlink():
+        moved.rename(paths.shared)
+
+
 def remove(paths: JobPaths) -> None:
     """Remove a job's files and its record; raises OrchestrateError if that fails."""
     try:
@@ -155,6 +165,8 @@ def _read(paths: JobPaths, record: Record | None) -> tuple[JobSpec, Plan]:
         plan = read_plan(texts[paths.plan], spec.env)
         if plan.job_id != paths.root.name:
             raise ValueError(f"its plan belongs to {plan.job_id!r}")
+        if record:
+            _finish_move(paths)
         if not os.path.lexists(seen := paths.nodes if plan.placement.cluster == plan.job_id else paths.shared):
             raise ValueError(f"{seen.name} is missing")
         linked = paths.cluster and paths.cluster == plan.placement.cluster

@@ -56,13 +56,25 @@ def _cleaned(value: Any) -> Any:
 def _checked(report: Any) -> pytest.TestReport:
     """Check the fields of a report that pytest uses without a check; raises some exception."""
     assert isinstance(report, pytest.TestReport) and report.when in PHASES and report.outcome in OUTCOMES
+    for name in [name for name in vars(report) if callable(getattr(type(report), name, None))]:
+        delattr(report, name)  # it would replace a method
     report.duration = float(report.duration)
     assert 0 <= report.duration < float("inf")
     report.sections = [(str(name), str(text)) for name, text in report.sections]
     report.user_properties = [(str(name), value) for name, value in report.user_properties]
+    expected = hasattr(report, "wasxfail")
+    if expected:
+        report.wasxfail = str(report.wasxfail)
     if isinstance(report.longrepr, list):  # of a skipped test: file, line and reason
         file, line, reason = report.longrepr
         report.longrepr = str(file), int(line), str(reason)
+    elif report.skipped and not expected:
+        report.longrepr = "", 0, str(report.longrepr)
+    elif report.failed and report.longrepr is None:
+        report.longrepr = "no message"
+    if crash := getattr(report.longrepr, "reprcrash", None):
+        crash.message = str(crash.message)
+    assert isinstance(report.longreprtext, str)  # it can be shown
     return report
 
 

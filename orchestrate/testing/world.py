@@ -27,6 +27,7 @@ START_LIMIT = 120.0  # seconds in which all ranks must have collected the tests
 PATIENCE = 2.0  # seconds that other ranks get after one has failed: most have failed as well, or wait for it
 SHORTEST, LONGEST = 0.001, 0.02  # seconds between two looks for results
 LOOK = 0.25  # seconds between two looks at the job
+MAX_MESSAGES = 4 << 10  # last characters of the messages that an error refers to
 MAX_STACKS = 1 << 16  # bytes of the stacks of a rank
 MAX_RESULT, MAX_VALUES = 16 << 20, 500_000  # bytes and values of a result of a rank
 SCRIPT = Path(__file__).with_name("rank.py")
@@ -43,8 +44,12 @@ def inside(folder: Path) -> Iterator[None]:
     before = Path.cwd()
     os.chdir(folder)
     try:
-        with contextlib.redirect_stderr(io.StringIO()):
+        with contextlib.redirect_stderr(io.StringIO()) as messages:
             yield
+    except OrchestrateError as error:
+        if "above" not in str(error):
+            raise
+        raise OrchestrateError(f"{error}\n{messages.getvalue()[-MAX_MESSAGES:]}", error.hint) from None
     finally:
         os.chdir(before)
 

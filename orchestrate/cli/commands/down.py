@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     exact = [each for each in clusters if each.name == args.cluster]
     matches = exact or [each for each in clusters if each.name.startswith(args.cluster)]
     there = JobPaths(args.runs / args.cluster)
-    if not matches and there.nodes.is_dir() and not there.plan.exists() and records.find(there.root):
+    if not matches and there.root.is_dir() and not there.plan.exists() and records.find(there.root):
         return _remove_partial(args, there)
     if not matches and (lost := _lost_nodes(args.cluster)):
         return _remove_lost(args, lost)
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _remove_partial(args: argparse.Namespace, paths: JobPaths) -> int:
-    """Remove what `up` has created before it was killed: there were no nodes yet."""
+    """Remove what is left of a cluster without nodes: `up` or `down` was killed."""
     if args.dry_run:
         return removal.show([], f"folder {paths.root}")
     with cluster.locked(paths):

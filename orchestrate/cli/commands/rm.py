@@ -60,5 +60,6 @@ def _remove(args: argparse.Namespace) -> None:
 
 
 def _in_use(name: str, by: lock.Supervisor = lock.OTHER) -> UsageError:
-    state = f"running, supervised by {by}" if by.pid else f"in use by {by}"
-    return UsageError(f"{name} is {state}", f"python -m orchestrate stop {name}")
+    if not by.pid:
+        return UsageError(f"{name} is in use by {by}", f"once that has ended: python -m orchestrate rm {name}")
+    return UsageError(f"{name} is running, supervised by {by}", f"python -m orchestrate stop {name}")

@@ -20,9 +20,10 @@ from orchestrate.engines.client_session import ClientSession, key_of
 from orchestrate.engines.connection import ANSWER_TIMEOUT, NodeConnection, one_at_a_time
 from orchestrate.engines.node_clients import NodeClients
 from orchestrate.engines.swarm import service_spec
+from orchestrate.engines.swarm.last_lines import rescued
 from orchestrate.engines.swarm.manager import ApiObject, Manager, ended, failed, is_healthy, is_starting
 from orchestrate.engines.swarm.objects import SwarmJob
-from orchestrate.engines.swarm.sync import FileSync, rescued
+from orchestrate.engines.swarm.sync import FileSync
 from orchestrate.engines.swarm.upload import code_files, has_archive, on_each, packed, send_archive, written_files
 from orchestrate.errors import EngineError
 from orchestrate.files.paths import log
@@ -392,9 +393,8 @@ class SwarmSession(ClientSession):
 
     def _start_sync(self, workers: tuple[WorkerPlan, ...]) -> None:
         """Start copying the files of nodes here."""
-        ranks: dict[str, list[int]] = {}
-        for worker in workers:
-            ranks.setdefault(worker.node, []).append(worker.rank)
+        nodes = dict.fromkeys(worker.node for worker in workers)
+        ranks = {node: [worker.rank for worker in workers if worker.node == node] for node in nodes}
         if self.sync:
             self.sync.close()
         self.sync = FileSync(self.files, self.job_dir, ranks, self.reach)

@@ -33,12 +33,10 @@ from orchestrate.node.files import LOGS, Facts
 from orchestrate.node.ranks import FENCE
 from orchestrate.node.trees import hidden
 from orchestrate.plan.plan import pluralize
-from orchestrate.record.logs import MARK
 
 log = logging.getLogger(__name__)
 
 SYNC_INTERVAL = 0.2  # seconds between rounds
-OVERLAP = 256  # bytes at the end of a log by which to find its place in the node's stdout
 RETRY_INTERVAL = 5.0  # seconds until a failed file is tried again
 EXPECTED = (EngineError, OSError, ValueError)  # ValueError: nodes may send anything
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -62,6 +60,7 @@ class _Node:
     fetching: Fetch | None = None
     due: set[str] | None = None  # files that the round is still to copy; None before its first list
     looks: int = 0  # number of rounds that have begun
+    whole: int = 0  # number of the last one in which all was copied, or has failed for another reason than silence
     began: float = 0.0  # time of the last one's start
     heard: bool = False  # whether it answered in the last round
     given_up: bool = False  # whether nothing waits for it, as it does not respond
@@ -97,6 +96,7 @@ class FileSync:
         self.moved = 0  # bytes that have come, and at least STALL_BYTES for each file
         self.errors: dict[str, Exception] = {}  # path: why it could not be copied
         self.left: dict[str, str] = {}  # node: a path that cannot be copied
+        self.late: set[str] = set()  # nodes of which the last wait has not seen all files, as they did not respond
         self.warned: set[str] = set()  # nodes for which `left` was reported
         self.changed = threading.Condition()
         self.closed = threading.Event()
@@ -114,13 +114,19 @@ class FileSync:
         with self.changed:
             self._check()
             self.called = self.clock.monotonic()
-            until = [(node, node.looks + 2) for node in self.nodes]  # the current round may have begun before the call
-            while not (done := self.closed.is_set() or all(node.looks >= n or node.given_up for node, n in until)):
+            last = {node.name: node.looks for node in self.nodes}  # the current round may have begun before the call
+            while not (done := self.closed.is_set() or all(self._is_done(node, last) for node in self.nodes)):
                 if stopped() or self.clock.monotonic() > self.called + timeout:
                     break
                 self.changed.wait(SYNC_INTERVAL)
                 self._check()
+            self.late = {node.name for node in self.nodes if node.whole <= last[node.name]}
             return done
+
+    def _is_done(self, node: _Node, last: dict[str, int]) -> bool:
+        """Whether a round after the `last` one has copied all from a node, or nothing waits for it: it is silent."""
+        after = node.looks > last[node.name] + 1
+        return node.whole > last[node.name] or node.given_up or (after and not node.heard)
 
     def give_up(self, name: str) -> None:
         """Wait for a node no longer, until it responds again."""
@@ -152,8 +158,8 @@ class FileSync:
             raise EngineError(f"{pluralize(len(errors), 'file')} could not be copied, such as {shown(path)}: {why}")
 
     def silent(self) -> set[str]:
-        """Return the nodes that did not respond in the last round."""
-        return {node.name for node in self.nodes if not node.heard}
+        """Return the nodes that did not respond in the last round, or in the last wait for their files."""
+        return {node.name for node in self.nodes if not node.heard} | self.late
 
     def warnings(self) -> list[str]:
         """Return warnings about files that cannot be copied, once for each node."""
@@ -182,6 +188,9 @@ class FileSync:
                     self.changed.notify_all()
                 while self._visit(node) and not self.closed.is_set():
                     pass
+                with self.changed:
+                    node.whole = node.looks if node.heard else node.whole
+                    self.changed.notify_all()
                 self.closed.wait(SYNC_INTERVAL)
         except Exception as error:  # raised again in `catch_up`
             log.exception("copying files failed")
@@ -355,8 +364,11 @@ class FileSync:
         for path in old:
             self._remove(node, path)
         for path in changes.gone if node is self.nodes[0] else ():
-            if self._may_copy(node, path):
-                self._remove(node, path)
+            with self.owners.lock:
+                if path not in self.owners.by_path and self._may_copy(
+                    node, path
+                ):  # otherwise another node has it again
+                    self._remove(node, path)
         plain = {path: to for path, to in changes.links.items() if "/" not in to and to not in ("..", ".", "")}
         if len(plain) > MAX_LINKS:
             self.left.setdefault(node.name, next(islice(plain, MAX_LINKS, None)))
@@ -377,19 +389,3 @@ class FileSync:
                 target.unlink(missing_ok=True)
                 for folder in list(target.parents)[: len(PurePosixPath(path).parts) - 1]:
                     folder.rmdir()  # only if it is empty
-
-
-def rescued(here: bytes, copy: bytes, rank: int) -> bytes:
-    """Return the missing end of a worker's log, from its node's stdout, whose lines begin with the rank.
-
-    If the two do not overlap, return only a line break, so that the mark of the next generation begins a new line: a
-    node's stdout is a copy that may have gaps.
-    """
-    tag = f"[rank {rank}] ".encode()
-    text = b"\n".join(line.removeprefix(tag) for line in copy.split(b"\n") if line.startswith(tag))
-    text += b"\n" * copy.endswith(b"\n")
-    known = here.rpartition(b"\n" + MARK)[2].partition(b"\n")[2] if MARK in here else here
-    end = known[-OVERLAP:]
-    at = text.rfind(end) if end else -1
-    missing = text[at + len(end) :] if at >= 0 else b""
-    return missing + b"\n" * (not (here + missing).endswith(b"\n") and bool(here + missing))

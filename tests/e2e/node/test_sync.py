@@ -14,7 +14,8 @@ from support.tcp_node import Node
 
 from orchestrate.engines.ports import free_port
 from orchestrate.engines.swarm import sync as sync_module
-from orchestrate.engines.swarm.sync import FileSync, rescued
+from orchestrate.engines.swarm.last_lines import rescued
+from orchestrate.engines.swarm.sync import FileSync
 from orchestrate.engines.swarm.upload import packed, send_archive, written_files
 from orchestrate.errors import EngineError
 from orchestrate.node import protocol

@@ -22,6 +22,22 @@ pathlib.Path(os.environ["JOB_DIR"], "much-" + os.environ["RANK"]).write_bytes(os
 """
 
 
+SHARDS = """
+import os, pathlib, shutil, signal, time
+rank, generation = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
+latest = pathlib.Path(os.environ["JOB_DIR"], "checkpoints", "latest")
+print("found", *sorted(path.name for path in latest.glob("*")), flush=True)
+if rank == "0":
+    shutil.rmtree(latest, ignore_errors=True)
+time.sleep(1)  # as a barrier would
+latest.mkdir(parents=True, exist_ok=True)
+(latest / f"shard-{rank}").write_text(f"{rank} of {generation}")
+time.sleep(2)  # until all have saved, and these files have been copied several times
+if generation != "2" and rank == "1":
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
 def assert_host_lost(job: Job, ranks: list[int]) -> None:
     """Check that the only failure was the loss of a host, with one of these ranks."""
     ((rank, cause),) = job.causes()
@@ -34,6 +50,16 @@ def test_a_killed_worker_must_restart_the_gang_from_the_checkpoints_of_all_hosts
     job.kill_worker(2)
     assert_succeeded(job)
     assert job.causes() == [(2, "killed")]
+
+
+@pytest.mark.exhaustive
+def test_checkpoints_that_rank_0_deletes_and_all_ranks_write_again_must_be_kept(cli, swarm):
+    (cli.folder / "shards.py").write_text(SHARDS)
+    job = Job(cli, swarm, "--", "shards.py")
+    assert job.end(240) == 0, job.err
+    found = {path.name: path.read_text() for path in (cli.run_dir() / "checkpoints" / "latest").iterdir()}
+    assert found == {f"shard-{rank}": f"{rank} of 2" for rank in RANKS}
+    assert all(cli.log(rank).count(" ".join(["found", *sorted(found)])) == 2 for rank in RANKS)
 
 
 @pytest.mark.exhaustive

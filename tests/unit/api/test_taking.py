@@ -1,8 +1,10 @@
-"""Only one process at a time must use a cluster, from before its nodes start until they are removed."""
+"""Only one process at a time must use a cluster, until its nodes are removed, also by one that was interrupted."""
 
 import contextlib
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from support.commanded import Whole, create, supervised
@@ -10,6 +12,7 @@ from support.plans import HERE, plan
 from support.repo import ROOT
 
 from orchestrate.api.cluster import Cluster, InUse, bring_up, take_down
+from orchestrate.cli.main import main
 from orchestrate.engines.base import never
 from orchestrate.record import run_dir
 from orchestrate.record.paths import JobPaths
@@ -64,3 +67,36 @@ def test_a_job_must_take_a_cluster_only_if_no_other_process_has_and_its_nodes_ar
     take_down(Whole(), one, 7.0)
     with contextlib.ExitStack() as held:
         assert not one.take(held)
+
+
+def test_a_move_out_of_a_cluster_that_was_killed_before_its_last_step_must_be_finished(tmp_path, monkeypatch):
+    create(JobPaths(tmp_path / "c-1"), cluster="c-1")
+    mine = create(JobPaths(tmp_path / "a-1"), cluster="c-1")
+    mine.log(0).write_text("mine")
+    rename = Path.rename
+
+    def killed(path: Path, target: Path) -> Path:
+        if path.name == ".job":
+            raise KeyboardInterrupt
+        return rename(path, target)
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(Path, "rename", killed)
+        run_dir.move_from_cluster(mine)
+    assert not mine.shared.exists()
+    run_dir.load(mine)
+    assert mine.log(0).read_text() == "mine" and not mine.shared.is_symlink()
+
+
+def test_what_a_down_that_was_killed_has_left_must_be_removable(tmp_path, monkeypatch):
+    one = Cluster(create(JobPaths(tmp_path / "c-1"), cluster="c-1"), SPEC, plan(SPEC, HERE, "c-1", 0))
+
+    def killed(path: Path) -> None:
+        shutil.rmtree(path / "nodes")
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr("orchestrate.files.folder.remove", killed)
+        take_down(Whole(), one, 7.0)
+    assert one.paths.root.exists()
+    assert main(["down", "c-1", "--runs", str(tmp_path)]) == 0 and not one.paths.root.exists()

@@ -1,9 +1,14 @@
 """Results of ranks are data of other processes: whatever is in them must be a report, or refused."""
 
+import json
+import os
+import re
 import subprocess
 import sys
 
 import pytest
+from support.optional import not_none
+from support.repo import ROOT
 
 from orchestrate.testing import reports
 
@@ -44,6 +49,14 @@ REPORT: dict[str, object] = {
 REPORT |= {"longrepr": "x", "sections": [["a", "b"]], "user_properties": [["c", 1]], "duration": 1.0}
 
 
+def long_text(lines: object = ("assert x",), message: object = "assert x") -> dict:
+    """A failure as pytest sends it between processes."""
+    place = {"path": "t.py", "lineno": 1, "message": message}
+    data = {"lines": lines, "reprfuncargs": None, "reprlocals": None, "reprfileloc": place, "style": "long"}
+    trace = {"reprentries": [{"type": "ReprEntry", "data": data}], "extraline": None, "style": "long"}
+    return {"reprcrash": place, "reprtraceback": trace, "sections": [], "chain": [[trace, place, None]]}
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [
@@ -58,6 +71,47 @@ def test_a_report_with_a_field_that_pytest_cannot_use_must_be_refused(field, val
     assert reports.read(GOOD | {"reports": [REPORT]}, loaded).reports["call"].failed
     with pytest.raises(ValueError):
         reports.read(GOOD | {"reports": [REPORT | {field: value}]}, loaded)
+
+
+LIES: list[dict] = [
+    {"toterminal": "x", "get_sections": 5},
+    {"wasxfail": {"a": 1}},
+    {"longrepr": None},
+    {"longrepr": "abc"},
+    {"longrepr": {"reprcrash": {"path": 1, "lineno": "x", "message": 7}, "lines": 5}},
+    {"longrepr": long_text(lines=5)},
+    {"longrepr": long_text(message=["a"])},
+    {"longrepr": long_text()},
+]
+FORGING = """
+import json, pathlib, pytest
+from orchestrate.testing import reports
+
+def pytest_runtest_protocol(item, nextitem):
+    data = json.loads(pathlib.Path("lies.json").read_text())[item.callspec.params["number"]]
+    try:
+        (report,) = reports.merged(item, {0: reports.read(data, pytest.TestReport._from_json)}, {})
+    except ValueError as error:
+        _, report, _ = reports.unfinished(item, str(error))
+    item.ihook.pytest_runtest_logreport(report=report)
+    return True
+"""
+
+
+@pytest.mark.parametrize("options", [["-rA", "--color=yes", "--junit-xml=j.xml"], ["-v", "--tb=line", "-rs"]])
+def test_pytest_must_be_able_to_show_what_a_rank_reports_or_it_must_be_refused(tmp_path, options):
+    lies = [REPORT | lie | {"outcome": outcome} for lie in LIES for outcome in ("failed", "skipped", "passed")]
+    (tmp_path / "lies.json").write_text(json.dumps([GOOD | {"reports": [lie]} for lie in lies]))
+    (tmp_path / "conftest.py").write_text(FORGING)
+    test = f"import pytest\n@pytest.mark.parametrize('number', range({len(lies)}))\ndef test_it(number): pass\n"
+    (tmp_path / "test_it.py").write_text(test)
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", *options]
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)}
+    )
+    assert done.returncode == 1 and not done.stderr, done.stdout + done.stderr
+    passed, skipped = (int(not_none(re.search(rf"(\d+) {word}", done.stdout))[1]) for word in ("passed", "skipped"))
+    assert passed >= 5 and skipped >= 5 and "AssertionError" not in done.stdout
 
 
 def test_the_name_and_place_of_a_test_must_not_be_what_a_rank_says(request):

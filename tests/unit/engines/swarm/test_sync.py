@@ -149,15 +149,17 @@ def test_the_file_of_a_later_node_must_be_copied_again_when_there_is_no_other(fo
 def test_a_file_that_an_earlier_node_has_must_win_although_another_is_being_fetched(folder, synced):
     clock, master, trainer = Clock(), FakeNode(), FakeNode()
     trainer.files, converse = {"same": b"x" * PIECE * 5}, trainer.converse
+    sync = synced(clock, master=master, trainer=trainer)
 
     def slowly(request: Any, answer: type, **_: object) -> Any:
         if isinstance(request, protocol.Read):  # one piece in each round
-            master.files = {"same": b"master"}
+            master.files, rounds = {"same": b"master"}, sync.nodes[0].looks
+            eventually(lambda: sync.nodes[0].looks > rounds + 1)
             clock.now += sync_module.MAX_TURN
         return converse(request, answer)
 
     trainer.converse = slowly
-    synced(clock, master=master, trainer=trainer).copy_all(20)
+    sync.copy_all(20)
     assert len(trainer.requests) < 5 and (folder / "same").read_bytes() == b"master"
 
 

@@ -60,7 +60,7 @@ def test_copying_from_a_node_must_not_wait_for_one_that_does_not_answer(folder, 
         assert (folder / "c").exists() and sync.silent() == {"trainer-1"}
         gate.set()
         nodes["trainer-1"].files["d"] = b"1"
-        eventually(lambda: not sync.silent())  # from here on, it is waited for
+        eventually(lambda: sync.catch_up(20) and not sync.silent())  # from here on, it is waited for
         nodes["trainer-1"].files["e"] = b"1"
         sync.copy_all(9999)
         assert (folder / "d").exists() and (folder / "e").exists()

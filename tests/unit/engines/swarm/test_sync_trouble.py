@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from support.scripted import Clock
 from support.synced import FakeNode, sync_master, target_of
+from support.waiting import eventually
 
 from orchestrate.engines.swarm import fetch
 from orchestrate.engines.swarm import sync as sync_module
@@ -196,6 +197,49 @@ def test_nodes_that_do_not_answer_must_be_reported_as_silent(folder, synced):
     nodes["trainer"].dead, nodes["master"].dead = False, True
     assert sync.catch_up(20) and sync.silent() == {"master"}
     assert nodes["master"].closed  # and a new connection is opened
+
+
+def test_a_node_that_answers_again_while_others_are_waited_for_must_be_waited_for_too(folder, synced):
+    master, trainer, begun = FakeNode(), FakeNode(), threading.Event()
+    of_master, of_trainer = master.converse, trainer.converse
+
+    def waits(request: Any, answer: type, **_: object) -> Any:
+        if isinstance(request, protocol.Read):
+            begun.wait(20)
+        return of_trainer(request, answer)
+
+    def late(request: Any, answer: type, **_: object) -> Any:
+        reply = of_master(request, answer)
+        if isinstance(request, protocol.Read):
+            begun.set()  # from here on, the trainer is done
+            rounds = sync.nodes[1].looks
+            eventually(lambda: sync.nodes[1].looks > rounds + 20)
+        return reply
+
+    master.converse, trainer.converse = late, waits
+    sync = synced(master=master, trainer=trainer)
+    master.dead, master.files, trainer.files = True, {"a": b"1", "b": b"2"}, {"t": b"1"}
+    rounds = sync.nodes[0].looks
+
+    def silent_for_a_while() -> bool:
+        master.dead = master.dead and sync.nodes[0].looks < rounds + 5
+        return False
+
+    assert sync.catch_up(60, silent_for_a_while)
+    assert {path.name for path in folder.iterdir()} == {"a", "b", "t"} and not sync.silent()
+
+
+def test_a_file_that_another_node_writes_again_must_not_be_removed_with_the_old_one(folder, synced):
+    (folder / "latest").mkdir()
+    nodes = {"master": FakeNode(), "trainer": FakeNode()}
+    nodes["master"].gone = ["latest/shard-1", "old"]  # of an earlier generation
+    (folder / "old").write_text("0")
+    nodes["trainer"].files = {"latest/shard-1": b"1", "other": b"2"}
+    sync = synced(**nodes)
+    for _ in range(10):
+        assert sync.catch_up(20)
+    assert (folder / "latest" / "shard-1").read_bytes() == b"1" and not (folder / "old").exists()
+    assert nodes["trainer"].requests.count("latest/shard-1") <= 2  # it may come before its node has claimed it
 
 
 def test_what_could_not_be_copied_must_be_reported_until_it_is(folder, synced):
