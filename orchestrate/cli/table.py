@@ -38,6 +38,7 @@ COMMANDS = {
     "serve": Command("show jobs in a web browser on this machine", LOOK),
     "exec": Command("run a command beside a worker of a running job", DIRECT, inside=True, job=True),
     "shell": Command("start a shell beside a worker of a running job", DIRECT, job=True),
+    "debug": Command("debug a worker of a running job with pdb, where it is", DIRECT, job=True),
     "attach": Command("follow a job until it ends; take over if it has no supervisor", DIRECT, job=True),
     "wait": Command("wait until a job ends, and exit with its exit code", DIRECT, job=True),
     "stop": Command("stop a job and remove its nodes", DIRECT, job=True),

@@ -21,11 +21,11 @@ Tell = Callable[[int, str, str], None]  # gets rank and stack of a worker, or wh
 class Stack:
     """A file in memory in which a worker writes its stack: both have it open, and it has no path."""
 
-    def __init__(self) -> None:
-        """Create it; without an effect if the system does not allow that."""
+    def __init__(self, name: str) -> None:
+        """Create it; without an effect if the system does not allow that. By its name, `debugger.py` finds a worker."""
         self.file = -1
-        with contextlib.suppress(OSError):
-            self.file = os.memfd_create("stack")
+        with contextlib.suppress(OSError, ValueError):
+            self.file = os.memfd_create(name)
 
     def ask(self, pid: int) -> bool:
         """Let a process write its stack; return whether it can."""

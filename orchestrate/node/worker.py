@@ -63,7 +63,7 @@ class Worker:
         """Fork it from `zygote` if it is for Python, or start a process; raises OSError if that fails."""
         with _stdin(self.env) as stdin:
             if zygote and of_python(self.command):
-                self.stack = Stack()
+                self.stack = Stack(f"{self.env.get('JOB_ID')}-{self.env.get('RANK')}")
                 files = [file for file in (stdin.fileno(), self.input, self.stack.file) if file >= 0]
                 self.process = zygote.fork(self.command, self.env, self.cwd, *files)
             else:

@@ -42,8 +42,8 @@ from _io import _IOBase
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-GO, READ = b"g", b"r"
-SHOW_STACK, FAR = 46, 1000  # a real-time signal, and a descriptor that scripts neither close nor use again
+GO, READ, DEBUGGER = b"g", b"r", f"{os.path.dirname(os.path.abspath(__file__))}/debugger.py"
+SHOW_STACK, DEBUG, FAR = 46, 47, 1000  # real-time signals, and a descriptor that scripts neither close nor use again
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_NAME = 1, 4, 15  # of Linux' prctl(2)
 MAX_EXIT = 10.0  # seconds in which a failed script must have ended, or in the grace period if that is shorter
 DEVICES = ("/dev/nvidiactl", "/dev/dxg")  # one of them exists if there are GPUs; the latter on WSL
@@ -166,15 +166,16 @@ def become(command: list[str], env: dict[str, str], cwd: str, node: int, descrip
     stdin, output, *stacks = descriptors
     for number, descriptor in ((0, stdin), (1, output), (2, output)):
         os.dup2(descriptor, number)
+    signal.signal(DEBUG, lambda _, frame: runpy.run_path(DEBUGGER)["attach"](frame))
+    sys.breakpointhook = lambda *_, **__: runpy.run_path(DEBUGGER)["attach"](sys._getframe(1), wait=True)
     for file in stacks:
         with contextlib.suppress(OSError):  # fewer descriptors are allowed
             faulthandler.register(SHOW_STACK, fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, FAR), all_threads=False)
     for descriptor in descriptors:
         os.close(descriptor)
     os.chdir(cwd)
-    if cores := env.get("WORKER_CORES"):
-        with contextlib.suppress(Exception):  # not numbers, or not allowed
-            os.sched_setaffinity(0, map(int, cores.split(",")))
+    with contextlib.suppress(Exception):  # not set, not numbers, or not allowed
+        os.sched_setaffinity(0, map(int, env["WORKER_CORES"].split(",")))
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = cwd if command[0] == "-m" else os.path.dirname(os.path.realpath(command[0]))
     importlib.invalidate_caches()
@@ -351,8 +352,7 @@ def fork(control: socket.socket, node: int) -> int:
     reader, writer = os.pipe()
     between = os.fork()
     if not between:
-        child = os.fork()
-        if child:
+        if child := os.fork():
             os.write(writer, b"%d" % child)
             os._exit(0)
         data, descriptors, _, _ = socket.recv_fds(control, 1 << 20, 3)

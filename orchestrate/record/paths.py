@@ -111,6 +111,11 @@ class JobPaths:
         return self.root / "stacks.asked"
 
     @property
+    def debugged(self) -> Path:
+        """The file that is locked while a worker is being debugged."""
+        return self.root / "debugged"
+
+    @property
     def fence(self) -> Path:
         """The fence: the generation whose workers may save, and start unless it is `over`."""
         return self.shared / FENCE

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
+from orchestrate.record import debugging
 from orchestrate.supervise.context import JobContext
 from orchestrate.supervise.diagnosis.tracebacks import before_dump, ends_with_error
 from orchestrate.supervise.stacks import Position
@@ -79,7 +80,7 @@ class HangDetector:
             return False
         self.checked = now
         activity = self.files.activity()
-        if excused or activity != self.activity:
+        if excused or debugging.now(self.files.paths) or activity != self.activity:
             self.activity, self.active, self.cpu = activity, now, {}
         if now - self.active < self.limit / 2 or now - self.polled < self.limit / 10:
             return False  # polling the nodes is not free

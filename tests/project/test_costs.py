@@ -11,7 +11,7 @@ from support.cli import Cli
 
 ROOM = 0.15  # part of a limit that may be left; if more is, lower the limit
 LIMITS = {
-    "--help": {"calls": 32_000, "modules": 112, "opened files": 27, "programs": 0},
+    "--help": {"calls": 33_000, "modules": 112, "opened files": 27, "programs": 0},
     "events": {"calls": 143_000, "modules": 240, "opened files": 146, "programs": 0},
     "logs": {"calls": 198_000, "modules": 252, "opened files": 170, "programs": 0},
     "run": {"calls": 393_000, "modules": 365, "opened files": 545, "programs": 5},  # local processes

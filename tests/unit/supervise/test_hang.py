@@ -1,11 +1,14 @@
 """A hung job must be distinguished from a working one, and the worker that the others wait for must be found."""
 
+import contextlib
+
 import pytest
 from support.plans import HERE, plan
 from support.recording import RecordingEngine
 from support.scripted import ALL_WELL
 
 from orchestrate.errors import EngineLost
+from orchestrate.record import debugging
 from orchestrate.record.outcomes import Activity, JobResult, Outcome, WorkerExit
 from orchestrate.spec.spec import JobSpec
 from orchestrate.supervise.hang import late
@@ -141,16 +144,20 @@ def test_workers_that_only_poll_must_count_as_idle(job, share, hangs):
     assert len(job.causes()) == hangs
 
 
-@pytest.mark.parametrize("sign", ["output", "processor", "paused", "silent"])
+@pytest.mark.parametrize("sign", ["output", "processor", "paused", "silent", "debugged"])
 def test_the_time_limit_must_count_from_the_last_sign_of_life(job, sign):
     engine, began = RecordingEngine([], [ALL_WELL]), job.clock.now
-    wait = engine.wait
+    wait, debugger = engine.wait, contextlib.ExitStack()
+    if sign == "debugged":
+        debugger.enter_context(debugging.held(job.paths))
 
     def busy() -> bool:
         return job.clock.now < began + 30
 
     def write(timeout):
         tenths = round(10 * (job.clock.now - began))
+        if not busy():
+            debugger.close()
         if sign == "output" and busy() and tenths % 20 == 0:
             job.paths.log(0).write_text("x" * tenths)
         return wait(timeout)

@@ -1,0 +1,41 @@
+"""`debug`: Python's debugger in a worker of a running job."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from orchestrate import console
+from orchestrate.cli import find, options
+from orchestrate.cli.commands import exec as execution
+from orchestrate.cli.parser import Parser
+from orchestrate.files.paths import PACKAGE
+from orchestrate.plan import container
+from orchestrate.record import debugging, run_dir
+
+
+def add_arguments(parser: Parser) -> None:
+    """Add the arguments of `debug`."""
+    options.add_job_name(parser, latest=True)
+    options.add_runs(parser)
+    parser.add_argument("--rank", type=int, default=0, metavar="N", help="debug this worker (default: 0)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Debug a worker until the debugger is left, after which the worker goes on; return 0, or 1 if it cannot be."""
+    paths = find.paths_of(args)
+    _, plan = run_dir.load(paths)
+    local = plan.engine == "process"
+    folder = Path(PACKAGE, "node") if local else Path(container.PROGRAM)
+    python = [sys.executable] if local else ["python"]
+    command = [*python, "-I", str(folder / "debugger.py"), plan.job_id, str(args.rank)]
+    if len(plan.workers) > 1:
+        console.print_message(
+            f"rank {args.rank} stops; the others wait for it in their collectives, which fail after their time limit "
+            "(NCCL: 10 minutes, gloo: 30)"
+        )
+    console.print_message("q or Ctrl-D leaves the debugger, and the worker goes on")
+    args.node = None
+    with debugging.held(paths):
+        return execution.beside(args, command, terminal=sys.stdin.isatty())

@@ -1,0 +1,159 @@
+"""Python's debugger in a worker of a running job."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+from support.optional import not_none
+from support.waiting import eventually
+
+LOOP = """
+import os, pathlib, time
+
+def load(n):
+    time.sleep(0.05)
+    return n * 2
+
+finish, n = pathlib.Path(os.environ["JOB_DIR"], "finish"), 0
+while not finish.exists():
+    n += 1
+    doubled = load(n)
+    print("step", n, doubled, flush=True)
+"""
+STOPS = """
+import os
+
+def load(n):
+    if n == 2 and os.environ["RANK"] == "1":
+        breakpoint()
+    return n * 2
+
+for n in range(4):
+    print("step", n, load(n), flush=True)
+"""
+WARM = ("--set", "preload=[colorsys]")  # so that workers are forked
+FIRST = r"^> \S+loop\.py\(\d+\)\w+\(\)\n-> "
+
+
+class Debugger:
+    """`orchestrate debug`, with a pipe as its terminal."""
+
+    def __init__(self, cli, *options: str) -> None:
+        env = cli.env | {"PYTHONUNBUFFERED": "1"}
+        command = [sys.executable, "-m", "orchestrate", "debug", *options]
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(command, cwd=cli.folder, env=env, stdin=pipe, stdout=pipe, stderr=pipe)
+        self.said = ""
+
+    def ask(self, *commands: str) -> str:
+        """Give commands, and return what it says until its next prompt."""
+        for command in commands:
+            not_none(self.process.stdin).write(f"{command}\n".encode())
+            not_none(self.process.stdin).flush()
+            self.prompt()
+        return self.said
+
+    def prompt(self) -> str:
+        self.said = ""
+        while not self.said.endswith("(Pdb) "):
+            text = os.read(not_none(self.process.stdout).fileno(), 1 << 16)
+            assert text, self.said + self.process.communicate()[1].decode()
+            self.said += text.decode()
+        return self.said
+
+    def end(self, command: str = "") -> tuple[int, str]:
+        """Leave it by a command, or by the end of its input; return its exit code and messages."""
+        _, err = self.process.communicate(f"{command}\n".encode() if command else b"", timeout=60)
+        return self.process.returncode, err.decode()
+
+
+@pytest.fixture
+def job(cli, engine):
+    """A job of two ranks that runs until `cli.finish_jobs()`; it must succeed."""
+    (cli.folder / "loop.py").write_text(LOOP)
+    options = ["--engine", engine, "--gpus", "none", "--trainers", "1", *WARM]
+    process = cli.start("run", *options, "--", "loop.py")
+    cli.wait_for("step 3 ", 1)
+    yield process
+    cli.finish_jobs()
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+
+
+def steps(cli, rank: int) -> int:
+    return cli.log(rank).count("step ")
+
+
+@pytest.mark.each_engine
+def test_a_rank_must_stop_where_it_is_and_go_on_when_the_debugger_is_left(cli, job):
+    one = Debugger(cli, "--rank", "1")
+    assert re.match(FIRST, one.prompt(), re.M)
+    before = steps(cli, 1)
+    assert "loop.py(" in one.ask("w") and "zygote" not in one.said
+    assert int(one.ask("p n").split()[0]) == before + 1  # in `load`, or just before or after it
+    assert "return n * 2" in one.ask("b load", "c", "n")
+    assert steps(cli, 1) - before <= 1
+    others = steps(cli, 0)
+    eventually(lambda: steps(cli, 0) > others + 5)  # they go on until they wait for this one
+    code, err = one.end("q")
+    assert code == 0 and "rank 1 stops; the others wait for it in their collectives" in err
+    eventually(lambda: steps(cli, 1) > before + 5)
+    assert not list(os.path.join("/tmp", name) for name in os.listdir("/tmp") if name.startswith("orchestrate-debug"))
+
+
+@pytest.mark.any_engine
+@pytest.mark.parametrize("how", ["end of input", "interrupt", "killed", "continue"])
+def test_a_rank_must_go_on_however_the_debugger_ends(cli, job, how):
+    one = Debugger(cli, "--rank", "0")
+    one.prompt()
+    before = steps(cli, 0)
+    if how == "killed":
+        one.ask("b load")  # which it does not stop at anymore
+        one.process.kill()
+        one.end()
+    elif how == "interrupt":
+        one.process.send_signal(signal.SIGINT)
+        one.end()
+    else:
+        assert one.end("c" if how == "continue" else "")[0] == 0
+    eventually(lambda: steps(cli, 0) > before + 5)
+    again = Debugger(cli, "--rank", "0")
+    again.prompt()
+    assert again.end("q")[0] == 0
+
+
+@pytest.mark.any_engine
+def test_breakpoint_must_wait_for_the_debugger(cli, engine):
+    (cli.folder / "stops.py").write_text(STOPS)
+    options = ["--engine", engine, "--gpus", "none", "--trainers", "1", *WARM]
+    process = cli.start("run", *options, "--", "stops.py")
+    name = eventually(lambda: re.search(r"rank 1 waits at \S+stops.py:6 for: .* debug (\S+) --rank 1", logs(cli)))[1]
+    one = Debugger(cli, name, "--rank", "1")
+    assert "-> breakpoint()" in one.prompt() and one.ask("p n").startswith("2\n")
+    assert one.end("c")[0] == 0
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 0 and cli.log(1).splitlines()[-1] == "step 3 6", err
+
+
+def logs(cli) -> str:
+    return "".join(path.read_text() for path in cli.folder.glob("runs/*/logs/rank-1.log"))
+
+
+def test_a_rank_that_cannot_be_debugged_must_be_named(cli):
+    options = ["--engine", "process", "--gpus", "none", "--trainers", "0"]
+    process = cli.start("run", *options, "--", "count.py", "until-asked")  # not started warm
+    cli.wait_for("step 3 ", 0)
+    done = cli("debug", "--rank", "0")
+    assert done.returncode == 1
+    assert "rank 0 cannot be debugged: it has not started, or is not a script that was started warm\n" in done.stderr
+    assert (cli("debug", "--rank", "7").returncode, "there is no rank 7" in cli("debug", "--rank", "7").stderr) == (
+        2,
+        True,
+    )
+    cli.finish_jobs()
+    process.communicate(timeout=60)
+    done = cli("debug")
+    assert done.returncode == 2 and "has ended" in done.stderr
