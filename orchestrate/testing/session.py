@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import json
 import os
 from collections.abc import Callable, Mapping
@@ -15,10 +16,12 @@ import pytest
 from orchestrate.api.job import Cluster
 from orchestrate.errors import OrchestrateError, UsageError
 from orchestrate.plan import imports
+from orchestrate.spec.spec import FIELDS
 from orchestrate.testing import reports
 from orchestrate.testing.world import DEFAULTS, Broken, World, inside, path_below
 
 TIMEOUT = 300.0  # seconds
+DOCS = "its arguments are timeout, and keys of a job file"
 MARGIN = 5.0  # seconds that are left to pytest-timeout: it would end the whole session
 # Plug-ins that do in this process what they should do once, and not on every rank.
 BLOCKED = (
@@ -52,7 +55,12 @@ class Shape(NamedTuple):
         assert marker
         hint = "write @pytest.mark.nodes(2)"
         if len(marker.args) != 1 or type(marker.args[0]) is not int or marker.args[0] < 1:
-            raise UsageError("the marker nodes needs one argument, the number of nodes", hint)
+            given = ", ".join(map(repr, marker.args))
+            raise UsageError(f"nodes({given}): the marker needs one argument, the number of nodes", hint)
+        known = [*FIELDS, "timeout"]
+        for name in marker.kwargs.keys() - {*known}:
+            near = difflib.get_close_matches(name, known, 1)
+            raise UsageError(f"nodes has no argument {name}", f"did you mean {near[0]}?" if near else DOCS)
         if own := {"engine", "nodes", "trainers", "command", "keep", "chdir"} & {*marker.kwargs}:
             raise UsageError(f"{min(own)} cannot be set in the marker nodes", hint)
         limit = marker.kwargs.get("timeout", TIMEOUT)

@@ -141,6 +141,10 @@ def test_marker(rank):
 def test_timeout(rank):
     pass
 
+@pytest.mark.nodes(2, timeot=3)
+def test_typo(rank):
+    pass
+
 @pytest.mark.nodes(2, gpus="no")
 def test_settings(rank):
     pass
@@ -183,12 +187,12 @@ def test_each_test_must_have_one_result(whole):
         "subtests",
         "unit",
     }
-    errors = {"fixture", "marker", "timeout", "settings", "without_marker"}
+    errors = {"fixture", "marker", "timeout", "typo", "settings", "without_marker"}
     passed = {"environment[1]", "environment[2]", "here", "workers", "after"}
     expected = {name: ["failure"] for name in failed} | {name: ["error"] for name in errors}
     expected |= {name: list[str]() for name in passed} | {"skipped": ["skipped"], "expected": ["skipped"]}
     assert results == {f"test_{name}": ended for name, ended in expected.items()}
-    assert re.search(r"9 failed, 6 passed, 1 skipped, 1 xfailed, 5 errors in ", out)
+    assert re.search(r"9 failed, 6 passed, 1 skipped, 1 xfailed, 6 errors in ", out)
 
 
 def test_ranks_must_keep_fixtures_between_tests_and_end_them(whole):
@@ -226,6 +230,7 @@ def test_what_ranks_do_that_do_not_end_a_test_must_be_shown(whole):
 def test_wrong_markers_must_be_refused_with_the_next_step(whole):
     assert section(whole[0], "test_marker").endswith("\nhint: write @pytest.mark.nodes(2)")
     assert section(whole[0], "test_timeout").startswith("timeout must be a number of seconds, not '1m'\n")
+    assert section(whole[0], "test_typo") == "nodes has no argument timeot\nhint: did you mean timeout?"
     assert "gpus must be" in section(whole[0], "test_settings")
     assert section(whole[0], "test_without_marker") == "the fixture rank is for tests with @pytest.mark.nodes(N)"
 
