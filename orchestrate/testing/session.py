@@ -6,6 +6,7 @@ import contextlib
 import difflib
 import json
 import os
+import time
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -87,6 +88,14 @@ class Worlds:
 
     def run(self, item: pytest.Item, nextitem: pytest.Item | None) -> list[pytest.TestReport]:
         """Run a test on all ranks; return the reports of its phases."""
+        began = time.perf_counter()
+        found = self._reports(item, nextitem)
+        for report in found:
+            if report.failed and not report.duration:  # no rank has reported one
+                report.duration = time.perf_counter() - began
+        return found
+
+    def _reports(self, item: pytest.Item, nextitem: pytest.Item | None) -> list[pytest.TestReport]:
         try:
             shape = Shape.of(item)
             world = self._fitting(shape)

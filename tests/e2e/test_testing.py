@@ -159,6 +159,7 @@ def whole(tmp_path_factory):
     """The output of the suite, how its tests ended, and what they left in its folder `seen`."""
     suite = Suite(Cli(tmp_path_factory.mktemp("suite")), SUITE)
     out = suite("-v")
+    assert suite.seconds("test_crashes") > 0 and suite.seconds("test_hangs") > 4  # as if their ranks had ended them
     return out, suite.results(), sorted(path.name for path in suite.seen.iterdir())
 
 

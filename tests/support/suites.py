@@ -59,6 +59,11 @@ class Suite:
         with self.start(*arguments, **env) as process:
             return process.communicate(timeout=200)[0]
 
+    def seconds(self, name: str) -> float:
+        """How long a test took."""
+        cases = ET.parse(self.folder / "results.xml").iter("testcase")
+        return next(float(case.attrib["time"]) for case in cases if case.attrib["name"] == name)
+
     def results(self) -> dict[str, list[str]]:
         """How tests have ended, by name: what `<testcase>` contains."""
         cases = ET.parse(self.folder / "results.xml").iter("testcase")
