@@ -68,7 +68,7 @@ class Files:
 
     def changes(self, folder: str, have: dict[str, int]) -> Changes:
         """List changes in a folder; `have` is how many bytes of each log are already downloaded."""
-        logs, files, links = {}, {}, {}
+        logs, ends, files, links = {}, {}, {}, {}
         for path in self.bases.keys() & have.keys():  # a node may have had another rank before
             with contextlib.suppress(OSError), open(opened(f"{folder}/{path}"), "rb") as file:
                 start = max(0, have[path] - self.bases[path])
@@ -76,6 +76,7 @@ class Files:
                 if text:
                     self.bases[path] -= offset - start  # the downloaded log has no hole here
                     logs[path] = base64.b64encode(text).decode()
+                ends[path] = max(0, os.fstat(file.fileno()).st_size + self.bases[path])
         for path, status in walk(folder):
             if self.uploaded.get(f"{folder}/{path}") == facts(status):
                 continue
@@ -86,7 +87,7 @@ class Files:
                 files[path] = facts(status)
         uploaded = (path.removeprefix(f"{folder}/") for path in self.uploaded if path.startswith(f"{folder}/"))
         gone = [path for path in uploaded if not os.path.lexists(f"{folder}/{path}")]
-        return Changes(logs, files, links, gone)
+        return Changes(logs, files, links, gone, ends)
 
     def read(self, folder: str, path: str, offset: int) -> Piece:
         """Read the next piece of a file, skipping a hole; raises OSError if it has gone or is not a regular file."""

@@ -219,6 +219,7 @@ class Changes(NamedTuple):
     files: Annotated[dict[str, list[int]], checks.mapping(checks.facts, checks.path)]
     links: Annotated[dict[str, str], checks.mapping(checks.path, checks.path)]
     gone: Annotated[list[str], checks.list_of(checks.path)]  # uploaded files that have been removed
+    ends: Lengths | None = None  # bytes of each log, of which a list has only the next
 
 
 class Piece(NamedTuple):

@@ -86,7 +86,7 @@ def down(stub: StubManager, number: int) -> None:
 def sync(**answers: object) -> SimpleNamespace:
     """A fake file sync, without any node."""
     fake = SimpleNamespace(calls=[])
-    for name in ("catch_up", "copy_all", "lacks_space", "silent", "warnings", "give_up", "close"):
+    for name in ("catch_up", "copy_all", "lacks_space", "silent", "warnings", "give_up", "failed", "close"):
         answer = answers.get(name)
 
         def call(*_: object, name: str = name, answer: object = answer) -> object:

@@ -43,7 +43,8 @@ class FakeNode:
             files = {name: self.facts(name) for name in self.files}
             more = {log: text[have.get(log, 0) :][:10] for log, text in self.logs.items()}
             logs = {log: base64.b64encode(text).decode() for log, text in more.items() if text}
-            return protocol.Changes(logs, files, dict(self.links), list(self.gone))
+            ends = {log: len(text) for log, text in self.logs.items()}
+            return protocol.Changes(logs, files, dict(self.links), list(self.gone), ends)
         path, offset = request.path, request.offset
         self.requests.append(path)
         if path in self.refused:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import stat
 from pathlib import Path
 
 from orchestrate.errors import EngineError
@@ -68,6 +69,26 @@ def reachable(run_dir: Folder, path: str) -> bool:
         return path.count("/") <= MAX_DEPTH and len(os.fsencode(run_dir.path / path)) < MAX_PATH
     except UnicodeEncodeError:
         return False
+
+
+def obstacle(run_dir: Path, path: str) -> str:
+    """Return what is in place of the first folder of a path that is no folder; empty if nothing is."""
+    at = path.find("/")
+    while at > 0:
+        try:
+            if not stat.S_ISDIR(os.lstat(f"{run_dir}/{path[:at]}").st_mode):
+                return path[:at]
+        except OSError:  # there is nothing, so far
+            return ""
+        at = path.find("/", at + 1)
+    return ""
+
+
+def clear_way(run_dir: Folder, path: str) -> None:
+    """Remove a file or a link; raises OSError."""
+    below, _, name = path.rpartition("/")
+    with run_dir.opened(below) as folder:
+        os.unlink(name, dir_fd=folder)
 
 
 def link(run_dir: Folder, path: str, there: str, node: str) -> None:

@@ -36,13 +36,11 @@ from orchestrate.spec.spec import JobSpec
 
 LIST_INTERVAL = 2.0  # seconds between two lists of Swarm's tasks and hosts
 SILENT_AFTER = 6.0  # seconds without a message until a node counts as silent
-# Seconds for Swarm to start the nodes, and to pull the image before that.
-START_TIMEOUT, PULL_TIMEOUT = 120.0, 3600.0
+START_TIMEOUT, PULL_TIMEOUT = 120.0, 3600.0  # seconds to start the nodes, and to pull the image before that
 PENDING_TIMEOUT = 8.0  # seconds that a task may be pending, and during which tasks that fail to start are replaced
 NODE_END_TIMEOUT = 2.0  # seconds for a node without workers to end
 UNCLEAN_TIMEOUT = 20.0  # seconds for a node that cannot be cleaned to end, as Swarm reports it
-# Seconds for a node to accept a connection, at first and later.
-FIRST_CONNECT_TIMEOUT, RECONNECT_TIMEOUT = 20.0, 2.0
+FIRST_CONNECT_TIMEOUT, RECONNECT_TIMEOUT = 20.0, 2.0  # seconds for a node to accept a connection, at first and later
 HOST_DOWN_TIMEOUT = 25.0  # seconds until Swarm reports that a host is down; it needs 15
 # Seconds until a node that is cut off has killed its workers.
 LEASE_OVER_AFTER = protocol.LEASE_TIMEOUT + 2 * protocol.RENEW_INTERVAL + 2 * protocol.SEND_TIMEOUT
@@ -127,6 +125,8 @@ class SwarmSession(ClientSession):
         if self.sync:
             done = self.sync.catch_up(SYNC_TIMEOUT, stopped)
             self.sync.lacks_space()
+            if done and (why := self.sync.failed()):
+                self.warn(f"the next generation starts without the last files of this one: {why}")
             for node in self._still_running(self.sync.silent()) if done else ():
                 self.warn(f"the next generation starts without the last files of {node}, which does not respond")
 

@@ -14,7 +14,6 @@ import os
 import threading
 from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -22,8 +21,9 @@ from typing import Any
 from orchestrate.clock import SYSTEM, Clock, Stall
 from orchestrate.engines.base import never
 from orchestrate.engines.connection import NodeConnection, one_at_a_time
-from orchestrate.engines.swarm.fetch import Fetch, reachable, same
+from orchestrate.engines.swarm.fetch import Fetch, clear_way, obstacle, reachable, same
 from orchestrate.engines.swarm.fetch import link as place_link
+from orchestrate.engines.swarm.node_copy import NodeCopy
 from orchestrate.engines.swarm.owners import MAX_FILES, Owners
 from orchestrate.errors import EngineError
 from orchestrate.files.folder import MAX_DEPTH, MAX_ENTRIES, Folder
@@ -42,35 +42,9 @@ EXPECTED = (EngineError, OSError, ValueError)  # ValueError: nodes may send anyt
 FULL = (errno.ENOSPC, errno.EDQUOT)
 CLOSE_TIMEOUT = 5.0  # seconds for the current round to end; connecting may take longer
 MAX_TURN = 0.5  # seconds to fetch a node's files before checking its logs again
-MAX_LOGGING = 60.0  # seconds in one round to copy logs that grow meanwhile
 STALL_SECONDS, STALL_BYTES = 120.0, 1 << 20  # copying all files ends if fewer bytes come within that time
 MAX_LINKS = 10_000  # of a node; those in folders of packages lead to other folders, and are not copied
 OWN = {FENCE}  # files of the orchestrator in a job folder
-
-
-@dataclass(eq=False)
-class _Node:
-    """The state of copying from one node."""
-
-    name: str
-    logs: list[str]  # paths
-    link: NodeConnection | None = None
-    files: dict[str, Facts] = field(default_factory=dict)  # copied files; empty facts for links
-    failed: dict[str, tuple[Facts, float]] = field(default_factory=dict)  # failed files, with facts and time
-    fetching: Fetch | None = None
-    due: set[str] | None = None  # files that the round is still to copy; None before its first list
-    looks: int = 0  # number of rounds that have begun
-    whole: int = 0  # number of the last one in which all was copied, or has failed for another reason than silence
-    began: float = 0.0  # time of the last one's start
-    heard: bool = False  # whether it answered in the last round
-    given_up: bool = False  # whether nothing waits for it, as it does not respond
-    trouble: str = ""  # the error, if not
-
-    def drop(self) -> None:
-        """Give up the file that is being fetched."""
-        if self.fetching:
-            self.fetching.drop()
-        self.fetching = None
 
 
 class FileSync:
@@ -90,7 +64,7 @@ class FileSync:
         """
         self.run_dir, self.folder, self.connect, self.clock = run_dir, folder, connect, clock
         self.here = Folder(run_dir.parent, run_dir.name)
-        self.nodes = [_Node(name, [f"{LOGS}/rank-{rank}.log" for rank in own]) for name, own in ranks.items()]
+        self.nodes = [NodeCopy(name, [f"{LOGS}/rank-{rank}.log" for rank in own]) for name, own in ranks.items()]
         self.owners = Owners()
         self.large = threading.RLock()  # held while a large list is handled
         self.moved = 0  # bytes that have come, and at least STALL_BYTES for each file
@@ -123,7 +97,7 @@ class FileSync:
             self.late = {node.name for node in self.nodes if node.whole <= last[node.name]}
             return done
 
-    def _is_done(self, node: _Node, last: dict[str, int]) -> bool:
+    def _is_done(self, node: NodeCopy, last: dict[str, int]) -> bool:
         """Whether a round after the `last` one has copied all from a node, or nothing waits for it: it is silent."""
         after = node.looks > last[node.name] + 1
         return node.whole > last[node.name] or node.given_up or (after and not node.heard)
@@ -153,9 +127,14 @@ class FileSync:
         if not self.catch_up(timeout, lambda: stopped() or stall.seen(self.moved)):
             late = "not all files were copied from the nodes in time"
             raise EngineError("stopped before all files were copied" if stopped() else late)
+        if why := self.failed():
+            raise EngineError(why)
+
+    def failed(self) -> str:
+        """Return which files could not be copied, and why; empty if there are none."""
         errors = self.errors.copy()
-        for path, why in errors.items():
-            raise EngineError(f"{pluralize(len(errors), 'file')} could not be copied, such as {shown(path)}: {why}")
+        why = next((f"such as {shown(path)}: {why}" for path, why in errors.items()), "")
+        return why and f"{pluralize(len(errors), 'file')} could not be copied, {why}"
 
     def silent(self) -> set[str]:
         """Return the nodes that did not respond in the last round, or in the last wait for their files."""
@@ -180,16 +159,16 @@ class FileSync:
 
     # --- the thread of a node
 
-    def _run(self, node: _Node) -> None:
+    def _run(self, node: NodeCopy) -> None:
         try:
             while not self.closed.is_set():
                 with self.changed:
-                    node.due, node.looks, node.began = None, node.looks + 1, self.clock.monotonic()
+                    node.due, node.ends, node.blocked, node.looks = None, None, False, node.looks + 1
                     self.changed.notify_all()
                 while self._visit(node) and not self.closed.is_set():
                     pass
                 with self.changed:
-                    node.whole = node.looks if node.heard else node.whole
+                    node.whole = node.looks if node.heard and not node.blocked else node.whole
                     self.changed.notify_all()
                 self.closed.wait(SYNC_INTERVAL)
         except Exception as error:  # raised again in `catch_up`
@@ -199,7 +178,7 @@ class FileSync:
                 self.changed.notify_all()
         self._disconnect(node)
 
-    def _visit(self, node: _Node) -> bool:
+    def _visit(self, node: NodeCopy) -> bool:
         """Copy new data from a node; return whether the round is to copy more.
 
         What changes during the round does not make it longer: processes that a job has left could write forever.
@@ -217,20 +196,21 @@ class FileSync:
             self._disconnect(node)
             return False
 
-    def _copy_from(self, node: _Node, link: NodeConnection, held: contextlib.ExitStack) -> bool:
+    def _copy_from(self, node: NodeCopy, link: NodeConnection, held: contextlib.ExitStack) -> bool:
         """Copy new data from a node; `held` gets the lock of a large list."""
         have = {path: self._size(path) for path in node.logs}
         changes = link.converse(
             protocol.GetChanges(self.folder, have), protocol.Changes, admit=one_at_a_time(self.large, held)
         )
         node.heard, node.given_up, node.trouble = True, False, ""
+        node.ends = changes.ends or {} if node.ends is None else node.ends
         appended = [self._append(path, data) for path, data in changes.logs.items() if path in have]
         self._remove_conflicts(node, {**changes.files, **changes.links})
         more = self._fetch(node, changes.files)
         self._remove_deleted(node, changes, more)
-        return bool(node.due) or any(appended) and self.clock.monotonic() < node.began + MAX_LOGGING
+        return bool(node.due) or any(appended) and any(self._size(path) < end for path, end in node.ends.items())
 
-    def _disconnect(self, node: _Node) -> None:
+    def _disconnect(self, node: NodeCopy) -> None:
         if node.link:
             node.link.close()
         node.drop()
@@ -253,7 +233,7 @@ class FileSync:
         self.errors.pop(path, None)
         return True
 
-    def _fetch(self, node: _Node, files: dict[str, Facts]) -> bool:
+    def _fetch(self, node: NodeCopy, files: dict[str, Facts]) -> bool:
         """Fetch pieces of files that differ from the local ones, the due ones first; return whether there is more."""
         wanted, now = {}, self.clock.monotonic()
         for path in node.failed.keys() - files.keys():  # removed on the node
@@ -294,7 +274,7 @@ class FileSync:
             node.drop()
         return bool(node.fetching or last_first)
 
-    def _fetch_piece(self, node: _Node, fetch: Fetch) -> bool:
+    def _fetch_piece(self, node: NodeCopy, fetch: Fetch) -> bool:
         """Fetch the next piece of a file; return whether the attempt has ended."""
         assert node.link
         piece = node.link.converse(protocol.Read(self.folder, fetch.path, fetch.offset), protocol.Piece)
@@ -310,10 +290,10 @@ class FileSync:
                 node.files[fetch.path] = fetch.told
         return True
 
-    def _owns(self, node: _Node, path: str) -> bool:
+    def _owns(self, node: NodeCopy, path: str) -> bool:
         return self.owners.owns(path, self.nodes.index(node))
 
-    def _may_copy(self, node: _Node, path: str) -> bool:
+    def _may_copy(self, node: NodeCopy, path: str) -> bool:
         """Whether a file may be copied from a node: its path is safe, no earlier node has it, and copying goes on."""
         if self.closed.is_set():  # a list may be long
             return False
@@ -324,10 +304,10 @@ class FileSync:
         if not reachable(self.here, path):
             self.left.setdefault(node.name, path)
             return False
-        if any(os.path.islink(folder) for folder in list((self.run_dir / path).parents)[: len(parts) - 1]):
-            return False
         number = self.nodes.index(node)
         with self.owners.lock:
+            if (thing := obstacle(self.run_dir, path)) and not self._make_way(node, thing):
+                return False
             owner = self.owners.claim(path, number)
             if owner is None:
                 self.left.setdefault(node.name, path)
@@ -336,7 +316,23 @@ class FileSync:
                 self.nodes[owner].files.pop(path, None)  # copied again if no earlier node has it
             return number <= owner
 
-    def _remove_conflicts(self, node: _Node, files: dict[str, Any]) -> None:
+    def _make_way(self, node: NodeCopy, thing: str) -> bool:
+        """Remove a file or link in place of a folder of a node's file; return False if another node may have it.
+
+        It is of an earlier generation, or of a later node.
+        """
+        node.blocked = node.blocked or any(each.looks < 2 for each in self.nodes if each is not node)
+        if node.blocked or self.owners.by_path.get(thing, len(self.nodes)) < self.nodes.index(node):
+            return False
+        try:
+            clear_way(self.here, thing)
+        except OSError as error:
+            self.errors[thing] = error
+            return False
+        self.errors.pop(thing, None)
+        return True
+
+    def _remove_conflicts(self, node: NodeCopy, files: dict[str, Any]) -> None:
         """Remove a file if the node now has a folder with its name, and files of a folder that is now a file."""
         with self.owners.lock:  # the thread of an earlier node may take files from this one
             gone = [path for path in node.files if path not in files]
@@ -347,7 +343,7 @@ class FileSync:
             if folder or any(str(parent) in files for parent in PurePosixPath(path).parents):
                 self._remove(node, path)
 
-    def _remove_deleted(self, node: _Node, changes: protocol.Changes, more: bool) -> None:
+    def _remove_deleted(self, node: NodeCopy, changes: protocol.Changes, more: bool) -> None:
         """Remove what was removed on the node, and create its links.
 
         While `more` files are to come, keep a limited number of files that they may replace.
@@ -364,6 +360,8 @@ class FileSync:
         for path in old:
             self._remove(node, path)
         for path in changes.gone if node is self.nodes[0] else ():
+            if obstacle(self.run_dir, path):
+                continue
             with self.owners.lock:
                 if path not in self.owners.by_path and self._may_copy(
                     node, path
@@ -380,7 +378,7 @@ class FileSync:
                     node.files[path] = []
                     place_link(self.here, path, target, node.name)
 
-    def _remove(self, node: _Node, path: str) -> None:
+    def _remove(self, node: NodeCopy, path: str) -> None:
         node.files.pop(path, None)
         target = self.run_dir / path
         with self.owners.lock, contextlib.suppress(OSError):

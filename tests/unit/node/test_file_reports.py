@@ -43,7 +43,7 @@ def changes(files: Files, folder: Path, **have: int) -> protocol.Changes:
 def test_uploaded_files_must_not_be_reported_until_they_change(job):
     files = Files()
     put(files, job, one="1", two="2", three="3")
-    assert changes(files, job) == protocol.Changes({}, {}, {}, [])
+    assert changes(files, job) == protocol.Changes({}, {}, {}, [], {})
     (job / "one").write_text("changed")
     (job / "two").unlink()
     (job / "link").unlink()
@@ -115,7 +115,7 @@ def test_only_visible_files_and_links_must_be_reported(job):
     found = changes(Files(), job)
     assert set(found.files) == {"a", ".metadata", "sub/b", "sub/deep/e", "logs.txt"}
     assert found.links == {"sub/to": "b", "nowhere": "not/there", "folder": "sub"}
-    assert changes(Files(), job / "not there") == protocol.Changes({}, {}, {}, [])
+    assert changes(Files(), job / "not there") == protocol.Changes({}, {}, {}, [], {})
 
 
 def test_a_log_must_be_reported_in_pieces_from_the_length_already_copied(job):

@@ -42,7 +42,7 @@ def test_an_upload_to_one_folder_must_leave_another_folder_alone(tmp_path):
     answer = put(files, job, packed(second="2"))
     assert set(answer.tags) == {str(job), str(code)}
     for folder in (job, code):
-        assert files.changes(str(folder), {}) == ({}, {}, {}, [])
+        assert files.changes(str(folder), {}) == ({}, {}, {}, [], {})
     (code / "code").unlink()
     assert (files.changes(str(code), {}).gone, files.changes(str(job), {}).gone) == (["code"], [])
 

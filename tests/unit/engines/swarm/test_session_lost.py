@@ -235,6 +235,13 @@ def test_a_full_disk_must_be_reported_before_the_next_generation(engine):
     with pytest.raises(OSError, match="No space left"):
         engine.gather(lambda: False)
     assert fake.calls == ["catch_up", "lacks_space"]
+    why = "1 file could not be copied, such as 'a': it is a folder here"
+    engine.sync = sync(catch_up=True, failed=why)
+    engine.gather(lambda: False)
+    (warning,) = engine.warned
+    assert warning.endswith(
+        "without the last files of this one: 1 file could not be copied, such as 'a': it is a folder here"
+    )
 
 
 def test_the_last_lines_of_workers_must_be_copied_before_their_exits_are_reported(engine):

@@ -94,6 +94,22 @@ def test_copying_of_all_files_must_go_on_while_files_come(synced, folder):
     assert clock.now - 1_000_000 > 2 * STALL_SECONDS and len([*folder.iterdir()]) == 30
 
 
+def test_a_log_that_comes_slowly_must_be_copied_to_what_it_had_when_the_wait_began(synced, folder):
+    clock, node = Clock(), FakeNode()
+    text, converse = b"0123456789" * 30, node.converse
+
+    def slowly(request: Any, answer: type, **_: object) -> Any:
+        if isinstance(request, protocol.GetChanges):  # each brings ten bytes
+            clock.now += 50
+            node.logs["logs/rank-0.log"] += b"+" * 5  # by processes that the worker has left
+        return converse(request, answer)
+
+    (folder / "logs").mkdir()
+    node.logs, node.converse = {"logs/rank-0.log": text}, slowly
+    assert synced(clock, master=node).catch_up(99_999)
+    assert (folder / "logs" / "rank-0.log").read_bytes().startswith(text)
+
+
 @pytest.mark.parametrize(("limit", "value"), [("MAX_FILES", 5), ("MAX_NAMES", 10)])
 def test_the_files_of_all_nodes_together_must_be_limited(synced, folder, monkeypatch, limit, value):
     monkeypatch.setattr(owners, limit, value)

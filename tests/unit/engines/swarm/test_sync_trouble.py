@@ -229,6 +229,29 @@ def test_a_node_that_answers_again_while_others_are_waited_for_must_be_waited_fo
     assert {path.name for path in folder.iterdir()} == {"a", "b", "t"} and not sync.silent()
 
 
+@pytest.mark.parametrize("earlier", ["link", "file"])
+def test_a_folder_in_place_of_an_earlier_link_or_file_must_be_copied(folder, synced, earlier):
+    """As after a restart: no node lists what it has not changed."""
+    (folder / "step-1").mkdir()
+    (folder / "latest").symlink_to("step-1") if earlier == "link" else (folder / "latest").write_text("0")
+    nodes = {"master": FakeNode(), "trainer": FakeNode()}
+    nodes["trainer"].files = {"latest/m": b"1", "latest/deep/n": b"2"}
+    sync = synced(**nodes)
+    sync.copy_all(20)
+    assert not (folder / "latest").is_symlink() and not list((folder / "step-1").iterdir())
+    assert [(folder / path).read_bytes() for path in ("latest/m", "latest/deep/n")] == [b"1", b"2"]
+
+
+def test_a_folder_of_a_later_node_must_not_replace_a_file_of_an_earlier_one(folder, synced):
+    nodes = {"master": FakeNode(), "trainer": FakeNode()}
+    nodes["master"].files, nodes["master"].links = {"best": b"1"}, {"latest": "best"}
+    nodes["trainer"].files = {"best/m": b"2", "latest/m": b"2"}
+    sync = synced(**nodes)
+    for _ in range(3):
+        sync.copy_all(20)
+    assert (folder / "best").read_bytes() == b"1" and target_of(folder / "latest") == "best"
+
+
 def test_a_file_that_another_node_writes_again_must_not_be_removed_with_the_old_one(folder, synced):
     (folder / "latest").mkdir()
     nodes = {"master": FakeNode(), "trainer": FakeNode()}
