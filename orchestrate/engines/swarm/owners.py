@@ -34,6 +34,11 @@ class Owners:
         """Whether a file still comes from a node, and no earlier one has claimed it."""
         return self.by_path.get(path) == number
 
+    def below(self, path: str) -> dict[str, int]:
+        """Return what is below a path, with its owners."""
+        with self.lock:
+            return {each: number for each, number in self.by_path.items() if each.startswith(f"{path}/")}
+
     def of(self, number: int) -> list[str]:
         """Return the files of a node."""
         with self.lock:

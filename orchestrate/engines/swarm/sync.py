@@ -29,7 +29,7 @@ from orchestrate.errors import EngineError
 from orchestrate.files.folder import MAX_DEPTH, MAX_ENTRIES, Folder
 from orchestrate.node import protocol
 from orchestrate.node.checks import shown
-from orchestrate.node.files import LOGS, Facts
+from orchestrate.node.files import LOGS, Facts, real_folder
 from orchestrate.node.ranks import FENCE
 from orchestrate.node.trees import hidden
 from orchestrate.plan.plan import pluralize
@@ -259,6 +259,8 @@ class FileSync:
         while (node.fetching or last_first) and self.clock.monotonic() < until and not self.closed.is_set():
             path = node.fetching.path if node.fetching else last_first.pop()
             try:
+                if not node.fetching and real_folder(f"{self.run_dir}/{path}"):
+                    self._take_folder(node, path)
                 node.fetching = node.fetching or Fetch(self.here, path, wanted[path], node.name)
                 if not self._fetch_piece(node, node.fetching):
                     continue
@@ -307,6 +309,7 @@ class FileSync:
         number = self.nodes.index(node)
         with self.owners.lock:
             if (thing := obstacle(self.run_dir, path)) and not self._make_way(node, thing):
+                self.errors.pop(path, None)  # of an attempt before the other node had it
                 return False
             owner = self.owners.claim(path, number)
             if owner is None:
@@ -331,6 +334,13 @@ class FileSync:
             return False
         self.errors.pop(thing, None)
         return True
+
+    def _take_folder(self, node: NodeCopy, path: str) -> None:
+        """Remove the files of later nodes below a node's file, and the folder if nothing else is in it."""
+        with self.owners.lock:
+            for each, owner in self.owners.below(path).items():
+                if owner > self.nodes.index(node):
+                    self._remove(self.nodes[owner], each)
 
     def _remove_conflicts(self, node: NodeCopy, files: dict[str, Any]) -> None:
         """Remove a file if the node now has a folder with its name, and files of a folder that is now a file."""
