@@ -20,7 +20,7 @@ from orchestrate.engines.ports import port
 from orchestrate.errors import OrchestrateError, UsageError
 from orchestrate.files.paths import NODES
 from orchestrate.host import records, users
-from orchestrate.plan.plan import Placement, Plan, names, plan, pluralize
+from orchestrate.plan.plan import Inventory, Placement, Plan, names, plan, pluralize
 from orchestrate.record import lock, run_dir
 from orchestrate.record.paths import JobPaths
 from orchestrate.spec.spec import JobSpec
@@ -157,16 +157,26 @@ def elsewhere(engine: Engine, runs: Path) -> list[Cluster]:
 
 
 def bring_up(
-    engine: Engine, spec: JobSpec, runs: Path, held: contextlib.ExitStack, code: Path | None = None
+    engine: Engine,
+    spec: JobSpec,
+    runs: Path,
+    held: contextlib.ExitStack,
+    code: Path | None = None,
+    gpus: Inventory | None = None,
 ) -> tuple[Cluster, Session]:
     """Create a cluster for jobs in a code folder (default: the current one) and start its nodes.
 
+    Its GPUs are those of the inventory `gpus`, if given, which a job has claimed.
     No other process uses it before `held` exits. Removes everything again on failure.
     """
     name = run_dir.new_id(spec)
     paths = JobPaths(runs / name)
     engine.prepare(spec, paths.nodes)
-    inventory, own = engine.inventory(dataclasses.replace(spec, queue=False), paths.nodes, run_image=True)
+    asked = dataclasses.replace(spec, queue=False, gpus="none" if gpus else spec.gpus)
+    inventory, own = engine.inventory(asked, paths.nodes, run_image=True)
+    if gpus:
+        fields = ("gpus", "no_gpus", "gpu_note", "gpu_cores")
+        inventory = dataclasses.replace(inventory, **{name: getattr(gpus, name) for name in fields})
     placement = dataclasses.replace(own, cluster=name, code=str(code or Path.cwd()), keep=spec.keep or 0.0)
     cluster_plan = plan(spec, inventory, placement, name, port(placement.network, 0))
     warn_of_crowd(cluster_plan)
@@ -209,14 +219,20 @@ def warn_of_crowd(plan: Plan) -> None:
 
 
 def keep(
-    engine: Engine, spec: JobSpec, runs: Path, own: Placement, job_id: str, held: contextlib.ExitStack
+    engine: Engine,
+    spec: JobSpec,
+    runs: Path,
+    site: tuple[Inventory, Placement],
+    job_id: str,
+    held: contextlib.ExitStack,
 ) -> Placement:
     """Start nodes that stay up for `spec.keep` seconds after a job, and return the job's placement on them.
 
     No other process uses them before `held` exits.
     """
     shared = dataclasses.replace(spec, name="kept", env={}, secrets={}, contents={})
-    created, _ = bring_up(engine, shared, runs, held, Path(own.code))
+    inventory, own = site
+    created, _ = bring_up(engine, shared, runs, held, Path(own.code), inventory)
     return created.placement(own, job_id)
 
 

@@ -137,8 +137,9 @@ class Job:
     def resume(self) -> None:
         """Continue a job that has ended without success, with its files; raises UsageError for any other."""
         with _place_kept():
-            resumed.resume(self._paths)
-        prepare.start_supervisor(self._paths)
+            prepared = resumed.resume(self._paths)
+        with prepared.claim:
+            prepare.start_supervisor(self._paths)
 
     def logs(self, rank: int | None = None, follow: bool = False) -> Iterator[str]:
         """Yield the lines of one rank, or of all ranks with their names; with `follow`, until the job ends."""

@@ -6,6 +6,7 @@ import time
 
 from orchestrate.console import print_message
 from orchestrate.engines.base import Engine
+from orchestrate.errors import ResourceError
 from orchestrate.host import claims
 from orchestrate.host.gpus import Busy
 from orchestrate.plan.plan import Inventory, Placement, plan
@@ -30,12 +31,23 @@ def site(engine: Engine, spec: JobSpec, paths: JobPaths, claim: claims.Ticket) -
             gpus = plan(spec, inventory, placement, claim.job, 0).gpus if inventory.gpus else ()
             among = claims.needs(inventory.engine, gpus, spec.pin)
             if claim.take(among, known, spec.queue):
+                _report(claim, spec)
                 return inventory, placement
             count = len(among)
         except Busy as busy:
             among, count, held = busy.among, busy.count, busy.users
         if spec.queue:
+            claim.wait(among, count)
+            _report(claim, spec)
             told = _wait(claim, among, count, held, told)
+
+
+def _report(claim: claims.Ticket, spec: JobSpec) -> None:
+    """Print why GPUs cannot be claimed, if so; raises ResourceError for a job that waits for them."""
+    if claim.problem and spec.queue:
+        raise ResourceError(f"cannot wait for GPUs: {claim.problem}", "check that folder, or run without --queue")
+    if claim.problem:
+        print_message(f"warning: other jobs may get the same GPUs, since they cannot be claimed: {claim.problem}")
 
 
 def _wait(claim: claims.Ticket, among: tuple[str, ...], count: int, held: tuple[str, ...], told: str) -> str:
@@ -43,7 +55,6 @@ def _wait(claim: claims.Ticket, among: tuple[str, ...], count: int, held: tuple[
 
     `held` are the users of what it waits for, as far as known. Prints that, unless it was `told` before; returns it.
     """
-    claim.wait(among, count)
     seen, until = claims.users(claim.job), time.monotonic() + LOOK_AGAIN
     while (ahead := claim.ahead(among)) or (claims.users(claim.job) == seen and time.monotonic() < until):
         if ahead:  # look again once they are not

@@ -1,4 +1,4 @@
-"""Which jobs of this machine use its GPUs, or wait for them: files in a folder that all accounts share.
+"""Which jobs of this machine use its GPUs, or wait for them: files in a folder of each account, which all can read.
 
 A claim counts while the process that has made it lives and holds the lock of its file, so that a dead one needs no
 daemon to end it. Accounts that share GPUs can see and delay each other's jobs; no claim can do more.
@@ -7,6 +7,7 @@ daemon to end it. Accounts that share GPUs can see and delay each other's jobs; 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import logging
@@ -15,6 +16,7 @@ import os
 import re
 import secrets
 import stat
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from itertools import islice
@@ -26,15 +28,14 @@ from orchestrate.host import owners
 
 log = logging.getLogger(__name__)
 
-FOLDER = Path("/tmp/orchestrate-gpus")  # not $TMPDIR: all accounts must find it
+TOP, PREFIX = Path("/tmp"), "orchestrate-gpus-"  # not $TMPDIR: all accounts must find the folders, PREFIX and a user id
 CORES = "cores"  # claimed by jobs with pinned workers, in place of GPUs
-LOCK = "lock"
-MAX_CLAIMS, MAX_SIZE = 1000, 64 << 10  # claims that are read, and bytes of each: any account can write them
+MAX_CLAIMS, MAX_SIZE = 1000, 64 << 10  # claims of an account that are read, and bytes of each
 DECISION_TIMEOUT = 5.0  # seconds to wait for other jobs that decide; an account that holds the lock forever is ignored
+FOLDERS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 JOB, RESOURCE = re.compile(r"[a-z0-9][a-z0-9-]{0,99}"), re.compile(r"[\w/-]{1,100}", re.ASCII)
-_here: set[str] = set()  # jobs for which this process has claims
 
 
 @dataclass(frozen=True)
@@ -69,17 +70,17 @@ def needs(engine: str, gpus: tuple[str, ...], pin: bool) -> tuple[str, ...]:
 def found() -> list[Claim]:
     """Return the claims of living processes, in the order in which they were made."""
     claims: list[Claim] = []
-    with contextlib.suppress(OSError), _opened() as folder:
+    for folder, uid in _folders():
         for name in islice(os.listdir(folder), MAX_CLAIMS):
             with contextlib.suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
-                if claim := _read(name, folder):
+                if claim := _read(name, folder, uid):
                     claims.append(claim)
     return sorted(claims, key=lambda claim: (claim.since, claim.job))
 
 
 def users(job: str) -> dict[str, Claim]:
-    """Return what other jobs than this one use, and than those that this process prepares."""
-    return {resource: claim for claim in found() if claim.job not in {job, *_here} for resource in claim.uses}
+    """Return what other jobs than this one use."""
+    return {resource: claim for claim in found() if claim.job != job for resource in claim.uses}
 
 
 class Ticket:
@@ -88,6 +89,7 @@ class Ticket:
     def __init__(self, job: str) -> None:
         """Claim nothing yet."""
         self.job, self.file, self.name = job, -1, ""
+        self.problem = ""  # why claims cannot be made here
         self.content: tuple[tuple[str, ...], tuple[str, ...], int] = (), (), 0
 
     def __enter__(self) -> Ticket:
@@ -96,8 +98,7 @@ class Ticket:
     def __exit__(self, *_: object) -> None:
         """End the claim."""
         if self.file >= 0:
-            _here.discard(self.job)
-            with contextlib.suppress(OSError), _opened() as folder:
+            with contextlib.suppress(OSError), _own() as folder:
                 os.unlink(self.name, dir_fd=folder)
             os.close(self.file)
             self.file = -1
@@ -117,7 +118,7 @@ class Ticket:
         """Claim resources, unless other jobs use one that is not among the `known` ones, if these are given.
 
         With `queued`, none of them may be in use, and no other job may have waited for them before. Returns whether
-        they are claimed; on a machine whose folder cannot be used, nothing is, and the job does without.
+        they are claimed, or cannot be: then `problem` says why.
         """
         if not uses:
             return True
@@ -146,11 +147,12 @@ class Ticket:
                 os.ftruncate(self.file, os.pwrite(self.file, text, 0))
             self.content = uses, among, count
         except OSError as error:
-            log.warning("no GPUs are claimed: %s: %s", FOLDER, error.strerror)
+            self.problem = f"{TOP / PREFIX}{os.geteuid()}: {error.strerror}"
+            log.warning("no GPUs are claimed: %s", self.problem)
 
     def _create(self, text: bytes) -> None:
         self.name = f"{self.job}.{secrets.token_hex(4)}"
-        with _opened(make=True) as folder:
+        with _own() as folder:
             file = os.open(f".{self.name}", NEW, 0o644, dir_fd=folder)
             try:
                 os.fchmod(file, 0o644)
@@ -159,60 +161,74 @@ class Ticket:
                 os.rename(f".{self.name}", self.name, src_dir_fd=folder, dst_dir_fd=folder)  # others see it locked
             except BaseException:
                 os.close(file)
+                os.unlink(f".{self.name}", dir_fd=folder)
                 raise
         self.file = file
-        _here.add(self.job)
+
+
+def _folders() -> Iterator[tuple[int, int]]:
+    """Open the folder of each account, one after the other; yield it with the account. Others cannot write there."""
+    seen: set[int] = set()
+    for name in sorted(name for name in os.listdir(TOP) if name.startswith(PREFIX)):
+        with contextlib.suppress(OSError):
+            folder = os.open(TOP / name, FOLDERS)
+            try:
+                status = os.fstat(folder)
+                if status.st_uid not in seen and not status.st_mode & 0o022:
+                    seen.add(status.st_uid)
+                    yield folder, status.st_uid
+            finally:
+                os.close(folder)
 
 
 @contextlib.contextmanager
-def _opened(make: bool = False) -> Iterator[int]:
-    """Open the folder; raises OSError if there is none, or accounts can remove each other's files there."""
-    if make:
-        with contextlib.suppress(FileExistsError):
-            FOLDER.mkdir()
-            FOLDER.chmod(0o1777)
-    folder = os.open(FOLDER, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        if not os.fstat(folder).st_mode & stat.S_ISVTX:
-            raise OSError(0, "it has no sticky bit")
-        yield folder
-    finally:
-        os.close(folder)
+def _own() -> Iterator[int]:
+    """Open this account's folder, which is created if there is none; raises OSError."""
+    for number in range(2):
+        for folder, uid in _folders():
+            if uid == os.geteuid():
+                yield folder
+                return
+        if not number:
+            path = TOP / f"{PREFIX}{os.geteuid()}"
+            try:
+                path.mkdir()
+            except FileExistsError:  # of another account
+                path = Path(tempfile.mkdtemp(prefix=f"{path.name}-", dir=TOP))
+            path.chmod(0o755)
+    raise FileNotFoundError(errno.ENOENT, "its folder has gone")
 
 
 @contextlib.contextmanager
 def _deciding() -> Iterator[None]:
     """Let other jobs wait, as far as they can, until this one has decided what it claims."""
-    with contextlib.ExitStack() as stack:
-        with contextlib.suppress(OSError):
-            folder = stack.enter_context(_opened(make=True))
-            with contextlib.suppress(FileExistsError):
-                os.close(os.open(LOCK, NEW, 0o444, dir_fd=folder))
-            file = os.open(LOCK, READ, dir_fd=folder)
-            stack.callback(os.close, file)
-            until = time.monotonic() + DECISION_TIMEOUT
-            while time.monotonic() < until:
-                with contextlib.suppress(BlockingIOError):
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                time.sleep(0.02)
+    folder = os.open(TOP, FOLDERS)
+    try:
+        until = time.monotonic() + DECISION_TIMEOUT
+        while time.monotonic() < until:
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            time.sleep(0.02)
         yield
+    finally:
+        os.close(folder)
 
 
-def _read(name: str, folder: int) -> Claim | None:
+def _read(name: str, folder: int, uid: int) -> Claim | None:
     """Read a claim; None for one whose process is gone, which is removed. Raises OSError, ValueError and the like."""
-    if name == LOCK or name.startswith("."):
+    if name.startswith("."):
         return None
     file = os.open(name, READ, dir_fd=folder)
     try:
         status = os.fstat(file)
-        if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_SIZE:
+        if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_SIZE or status.st_uid != uid:
             return None
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return _claim(json.loads(os.pread(file, MAX_SIZE, 0)), status)
-        if status.st_uid == os.geteuid():
+        if uid == os.geteuid():
             os.unlink(name, dir_fd=folder)
         return None
     finally:

@@ -1,9 +1,11 @@
 """Jobs that wait for GPUs, which a stand-in for nvidia-smi lists."""
 
+import json
 import os
 import re
 import signal
 import subprocess
+import sys
 
 import pytest
 from support.optional import not_none
@@ -116,3 +118,49 @@ def test_a_job_with_pinned_workers_must_be_able_to_wait_for_the_cores(cli, box):
     finish(cli, "p1", first)
     eventually(lambda: running(cli, "p2"))
     assert re.search(r"p2-\w+ waits for the cores, in use by p1-\w+\n", finish(cli, "p2", second))
+
+
+PROGRAM = """
+import threading
+import orchestrate
+from orchestrate.host import claims
+
+def start():
+    jobs.append(orchestrate.submit("count.py", "until-asked", engine="process", gpus=1, trainers=0, name="api"))
+
+def gpus():
+    names = {job.run_dir.name for job in jobs}
+    return sorted(gpu[-1] for claim in claims.found() if claim.job in names for gpu in claim.uses)
+
+jobs = []
+threads = [threading.Thread(target=start) for _ in range(2)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+print(gpus())
+jobs[0].stop()
+print(len(gpus()))
+jobs[0].resume()
+print(gpus())
+for job in jobs:
+    job.stop()
+print(gpus())
+"""
+
+
+def test_jobs_of_a_program_must_get_different_gpus_and_give_them_back(cli, box):
+    command = [sys.executable, "-c", PROGRAM]
+    done = subprocess.run(command, cwd=cli.folder, env=cli.env, capture_output=True, text=True, timeout=200)
+    both = "['0', '1']"
+    assert done.stdout.splitlines() == [both, "1", both, "[]"], done.stderr
+
+
+def test_kept_nodes_must_have_the_gpus_of_the_job_that_has_started_them(cli, box):
+    job = box("k1", *ONE, "--keep", "1m")
+    eventually(lambda: running(cli, "k1"))
+    (plan,) = cli.folder.glob("runs/kept-*/plan.json")
+    (mine,) = cli.folder.glob("runs/k1-*/plan.json")
+    assert json.loads(plan.read_text())["gpus"] == json.loads(mine.read_text())["gpus"] != []
+    finish(cli, "k1", job)
+    cli("down", plan.parent.name)

@@ -1,9 +1,11 @@
-"""Unit tests must not see the records of each other's jobs, nor remove those of nodes that other tests share."""
+"""Unit tests must not see the records or claims of each other's jobs, nor remove those of nodes that tests share."""
 
 import os
 import shutil
 
 import pytest
+
+from orchestrate.host import claims
 
 
 @pytest.fixture(scope="session")
@@ -14,6 +16,7 @@ def records_of_one_test(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def own_records(records_of_one_test):
     shared, os.environ["XDG_STATE_HOME"] = os.environ["XDG_STATE_HOME"], str(records_of_one_test)
+    top, claims.TOP = claims.TOP, records_of_one_test
     yield
-    os.environ["XDG_STATE_HOME"] = shared
+    os.environ["XDG_STATE_HOME"], claims.TOP = shared, top
     shutil.rmtree(records_of_one_test / "orchestrate", ignore_errors=True)

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.methods import raising
 from support.optional import not_none
 from support.other_user import USER, as_user
 from support.repo import ROOT
@@ -22,7 +23,7 @@ from orchestrate.host.claims import Ticket, found, users
 OTHER = """
 import pathlib, sys
 from orchestrate.host import claims
-claims.FOLDER = pathlib.Path(sys.argv[1])
+claims.TOP = pathlib.Path(sys.argv[1])
 ticket = claims.Ticket(sys.argv[2])
 uses, among = (tuple(filter(None, word.split(","))) for word in sys.argv[3:5])
 if among:
@@ -34,12 +35,12 @@ sys.stdin.read()
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch) -> Path:
-    monkeypatch.setattr(claims, "FOLDER", tmp_path / "gpus")
-    return tmp_path / "gpus"
+    monkeypatch.setattr(claims, "TOP", tmp_path)
+    return tmp_path / f"{claims.PREFIX}{os.geteuid()}"
 
 
 def started(job: str, uses: str = "", among: str = "") -> subprocess.Popen:
-    command = [sys.executable, "-c", OTHER, str(claims.FOLDER), job, uses, among]
+    command = [sys.executable, "-c", OTHER, str(claims.TOP), job, uses, among]
     return subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
@@ -58,7 +59,7 @@ def test_a_claim_must_count_while_its_process_lives(folder):
         process.kill()
         process.wait()
         assert not found()
-        assert os.listdir(folder) == ["lock"]  # what the dead one has left is removed
+        assert os.listdir(folder) == []  # what the dead one has left is removed
 
 
 def test_a_claim_must_end_with_its_ticket(folder):
@@ -67,7 +68,7 @@ def test_a_claim_must_end_with_its_ticket(folder):
         assert ticket.take(()) and not os.path.lexists(folder)
         assert ticket.take(("GPU-1",), {}) and [claim.uses for claim in found()] == [("GPU-1",)]
         assert ticket.take(("GPU-2",), {}) and [claim.uses for claim in found()] == [("GPU-2",)]
-    assert not found() and os.listdir(folder) == ["lock"]
+    assert not found() and os.listdir(folder) == []
 
 
 def test_a_gpu_must_be_claimed_by_one_of_many_jobs_that_start_at_the_same_moment():
@@ -105,7 +106,6 @@ def test_a_supervisor_must_take_over_the_claim_of_the_process_that_has_prepared_
         with other("a-1", "GPU-1"):
             supervisor.inherit()
         assert [(claim.job, claim.uses) for claim in found()] == [("a-1", ("GPU-1",))]
-        assert not users("kept-1")  # nodes that this process starts for the job
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_files_that_are_no_claims_must_be_ignored(folder, text):
 
 def test_special_files_and_links_must_neither_be_followed_nor_block(folder, tmp_path):
     with other("b-1", "GPU-1") as process:
-        (name,) = (name for name in os.listdir(folder) if name != "lock")
+        (name,) = os.listdir(folder)
         os.rename(folder / name, tmp_path / "elsewhere")
         os.mkfifo(folder / "fifo")
         (folder / "folder").mkdir()
@@ -168,49 +168,68 @@ def test_special_files_and_links_must_neither_be_followed_nor_block(folder, tmp_
         process.kill()
 
 
-@pytest.mark.parametrize("how", ["file", "link", "not sticky", "lock is a folder"])
-def test_a_folder_that_cannot_be_used_must_not_prevent_a_job(folder, tmp_path, how):
+@pytest.mark.parametrize("how", ["file", "link", "writable"])
+def test_a_name_that_is_taken_must_not_prevent_a_claim(folder, tmp_path, how):
     if how == "file":
         folder.touch()
     elif how == "link":
-        (tmp_path / "other").mkdir(0o1777)
+        (tmp_path / "other").mkdir()
         folder.symlink_to(tmp_path / "other")
-    else:
+    else:  # others could remove claims
         folder.mkdir()
-        folder.chmod(0o777 if how == "not sticky" else 0o1777)
-        (folder / "lock").mkdir()
+        folder.chmod(0o777)
+    with Ticket("a-1") as ticket, Ticket("b-1") as other:
+        assert ticket.take(("GPU-1",)) and other.take(("GPU-2",)) and not ticket.problem
+        assert {claim.job for claim in found()} == {"a-1", "b-1"}
+        assert len(list(tmp_path.glob(f"{folder.name}-*"))) == 1
+
+
+def test_a_claim_that_cannot_be_written_must_leave_nothing_and_be_reported(folder, monkeypatch):
     with Ticket("a-1") as ticket:
+        ticket.take(("GPU-1",))
+    monkeypatch.setattr(os, "pwrite", raising(OSError(28, "No space left on device")))
+    with Ticket("b-1") as ticket:
         assert ticket.take(("GPU-1",), {})
-        assert bool(found()) == (how == "lock is a folder")
+        assert ticket.problem == f"{folder}: No space left on device"
+    assert os.listdir(folder) == []
 
 
-def test_a_lock_that_another_account_holds_must_delay_a_job_only_for_a_while(folder, monkeypatch):
+def test_a_decision_of_another_account_must_delay_a_job_only_for_a_while(tmp_path, monkeypatch):
     monkeypatch.setattr(claims, "DECISION_TIMEOUT", 0.05)
-    with Ticket("a-1") as ticket:
-        ticket.wait(("GPU-1",), 1)
-        with (folder / "lock").open() as locked:
-            fcntl.flock(locked, fcntl.LOCK_EX)
+    locked = os.open(tmp_path, os.O_RDONLY)
+    try:
+        fcntl.flock(locked, fcntl.LOCK_EX)
+        with Ticket("a-1") as ticket:
             assert ticket.take(("GPU-1",), {})
+    finally:
+        os.close(locked)
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs another account")
-def test_claims_of_other_accounts_must_count_and_name_them(monkeypatch):
+def test_claims_of_other_accounts_must_count_and_name_them_and_theirs_alone(monkeypatch):
     top = Path(tempfile.mkdtemp())
-    top.chmod(0o755)
-    folder = top / "gpus"
-    monkeypatch.setattr(claims, "FOLDER", folder)
+    top.chmod(0o1777)
+    monkeypatch.setattr(claims, "TOP", top)
 
     def look() -> None:
         assert [str(claim) for claim in found()] == ["a-1 of root (user 0)"]
         with Ticket("b-1") as ticket:
             assert not ticket.take(("GPU-1",), {}) and ticket.take(("GPU-2",), {})
             assert {claim.job: claim.uid for claim in found()} == {"a-1": 0, "b-1": USER}
-            with contextlib.suppress(PermissionError):
-                os.unlink(next(folder.glob("a-1.*")))
-                raise AssertionError("the folder lets accounts remove each other's files")
+            (mine,) = top.glob(f"{claims.PREFIX}{USER}")
+            for number in range(claims.MAX_CLAIMS + 9):  # they hide no claims of others
+                (mine / f"empty-{number}").touch()
+            (top / f"{claims.PREFIX}0-more").mkdir()  # does not count as root's
+            assert not ticket.take(("GPU-1",), {})
+            for path in top.glob(f"{claims.PREFIX}0/*"):
+                with contextlib.suppress(PermissionError):
+                    path.unlink()
+                    raise AssertionError("accounts can remove each other's claims")
 
-    with other("a-1", "GPU-1") as process:
-        as_user(look)
-        assert [claim.job for claim in found()] == ["a-1"]
-        process.kill()
-    shutil.rmtree(top)
+    try:
+        with other("a-1", "GPU-1") as process:
+            as_user(look)
+            assert [claim.job for claim in found()] == ["a-1"]
+            process.kill()
+    finally:
+        shutil.rmtree(top)
