@@ -110,9 +110,10 @@ class Ticket:
                 self._write(claim.uses)
 
     def wait(self, among: tuple[str, ...], count: int) -> None:
-        """Wait in the queue for `count` of some resources; the place is kept while they are the same."""
-        with _deciding():
-            self._write((), among, count)
+        """Wait in the queue for `count` of some resources; the place is kept while they are among the first ones."""
+        if not {*among} <= {*self.content[1]}:
+            with _deciding():
+                self._write((), among, count)
 
     def take(self, uses: tuple[str, ...], known: Mapping[str, Claim] | None = None, queued: bool = False) -> bool:
         """Claim resources, unless other jobs use one that is not among the `known` ones, if these are given.
