@@ -30,12 +30,18 @@ def run(args: argparse.Namespace) -> int:
     folder = Path(PACKAGE, "node") if local else Path(container.PROGRAM)
     python = [sys.executable] if local else ["python"]
     command = [*python, "-I", str(folder / "debugger.py"), plan.job_id, str(args.rank)]
-    if len(plan.workers) > 1:
-        console.print_message(
-            f"rank {args.rank} stops; the others wait for it in their collectives, which fail after their time limit "
-            "(NCCL: 10 minutes, gloo: 30)"
-        )
-    console.print_message("q or Ctrl-D leaves the debugger, and the worker goes on")
+    if not run_dir.ended(paths) and args.rank in range(len(plan.workers)):  # else `beside` reports it
+        _explain(args.rank, alone=len(plan.workers) == 1)
     args.node = None
     with debugging.held(paths):
         return execution.beside(args, command, terminal=sys.stdin.isatty())
+
+
+def _explain(rank: int, alone: bool) -> None:
+    """Print what happens to the workers."""
+    if not alone:
+        console.print_message(
+            f"rank {rank} stops; the others wait for it in their collectives, which fail after their time limit "
+            "(NCCL: 10 minutes, gloo: 30)"
+        )
+    console.print_message("q or Ctrl-D leaves the debugger, and the worker goes on")
