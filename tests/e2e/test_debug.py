@@ -17,6 +17,7 @@ def load(n):
     time.sleep(0.05)
     return n * 2
 
+print("pid", os.getpid(), flush=True)
 finish, n = pathlib.Path(os.environ["JOB_DIR"], "finish"), 0
 while not finish.exists():
     n += 1
@@ -101,7 +102,8 @@ def test_a_rank_must_stop_where_it_is_and_go_on_when_the_debugger_is_left(cli, j
     code, err = one.end("q")
     assert code == 0 and "rank 1 stops; the others wait for it in their collectives" in err
     eventually(lambda: steps(cli, 1) > before + 5)
-    assert not list(os.path.join("/tmp", name) for name in os.listdir("/tmp") if name.startswith("orchestrate-debug"))
+    pid = not_none(re.search(r"pid (\d+)", cli.log(1)))[1]  # other tests debug workers at the same time
+    assert not [name for name in os.listdir("/tmp") if re.fullmatch(rf"orchestrate-debug-\d+-{pid}", name)]
 
 
 @pytest.mark.any_engine
