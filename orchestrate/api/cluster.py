@@ -222,7 +222,8 @@ def keep(
     engine: Engine,
     spec: JobSpec,
     runs: Path,
-    site: tuple[Inventory, Placement],
+    inventory: Inventory,
+    own: Placement,
     job_id: str,
     held: contextlib.ExitStack,
 ) -> Placement:
@@ -231,7 +232,6 @@ def keep(
     No other process uses them before `held` exits.
     """
     shared = dataclasses.replace(spec, name="kept", env={}, secrets={}, contents={})
-    inventory, own = site
     created, _ = bring_up(engine, shared, runs, held, Path(own.code), inventory)
     return created.placement(own, job_id)
 

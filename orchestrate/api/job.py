@@ -273,24 +273,22 @@ def _started(
     if not callable(target) and not isinstance(target, (str, os.PathLike, function.Program)):
         raise UsageError(f"{console.quoted(target)} cannot be run", "pass a script, or a function")
     folder, start = owners.check(runs), Path.cwd().resolve()
-    with _place_kept():
-        if isinstance(target, function.Program):
-            program = target
-        elif callable(target):
-            settings, kwargs = function.split(target, options)
-            program = function.program(target, args, kwargs, start / str(settings.get("chdir", "")))
-            options = {"name": target.__name__.strip("_")} | settings
-        else:
-            program = function.Program([os.fspath(target), *map(str, args)], {})
-        spec = request.spec_of({**options, "command": [*program.command]})
-        if spec.stdin:
-            raise UsageError("stdin is not supported for jobs from Python", "write a file, and pass its path")
-        prepared = prepare.prepare(spec, folder, on)
-        with contextlib.ExitStack() as claim:
-            claim.push(prepared.claim)
+    with contextlib.ExitStack() as claim:
+        with _place_kept():
+            if isinstance(target, function.Program):
+                program = target
+            elif callable(target):
+                settings, kwargs = function.split(target, options)
+                program = function.program(target, args, kwargs, start / str(settings.get("chdir", "")))
+                options = {"name": target.__name__.strip("_")} | settings
+            else:
+                program = function.Program([os.fspath(target), *map(str, args)], {})
+            spec = request.spec_of({**options, "command": [*program.command]})
+            if spec.stdin:
+                raise UsageError("stdin is not supported for jobs from Python", "write a file, and pass its path")
+            prepared = prepare.prepare(spec, folder, on)
+            claim.enter_context(prepared.claim)
             prepared.create({name: io.BytesIO(text) for name, text in program.files.items()})
-            claim.pop_all()
-    with prepared.claim:
         if tell:
             console.print_message(prepared.plan)
         prepare.start_supervisor(prepared.paths, bound)

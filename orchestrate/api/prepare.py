@@ -75,7 +75,7 @@ def prepare(spec: JobSpec, runs: Path, on: str = "") -> Prepared:
         placement = _placement(spec, inventory, own, paths, engine, held, on)
         if placement is own:
             cluster.remove_kept(engine, runs)
-            placement = cluster.keep(engine, spec, runs, (inventory, own), paths.root.name, held) if spec.keep else own
+            placement = cluster.keep(engine, spec, runs, inventory, own, paths.root.name, held) if spec.keep else own
         job_plan = _plan(spec, inventory, placement, paths)
         return Prepared(spec, job_plan, paths, engine, held.pop_all(), claim.pop_all())
 

@@ -22,7 +22,7 @@ def site(engine: Engine, spec: JobSpec, paths: JobPaths, claim: claims.Ticket) -
 
     A job in the queue waits until enough GPUs, or with `pin` the cores, are free, and prints for what and for whom.
     """
-    told = ""
+    last = ""
     while True:
         known = claims.users(claim.job) if spec.gpus != "none" else {}
         held: tuple[str, ...] = ()
@@ -39,7 +39,7 @@ def site(engine: Engine, spec: JobSpec, paths: JobPaths, claim: claims.Ticket) -
         if spec.queue:
             claim.wait(among, count)
             _report(claim, spec)
-            told = _wait(claim, among, count, held, told)
+            last = _wait(claim, among, count, held, last)
 
 
 def _report(claim: claims.Ticket, spec: JobSpec) -> None:
@@ -50,10 +50,10 @@ def _report(claim: claims.Ticket, spec: JobSpec) -> None:
         print_message(f"warning: other jobs may get the same GPUs, since they cannot be claimed: {claim.problem}")
 
 
-def _wait(claim: claims.Ticket, among: tuple[str, ...], count: int, held: tuple[str, ...], told: str) -> str:
-    """Wait until it may be a job's turn: nobody is ahead, and what other jobs use has changed, or some time has passed.
+def _wait(claim: claims.Ticket, among: tuple[str, ...], count: int, held: tuple[str, ...], last: str) -> str:
+    """Wait until it may be a job's turn: no job is ahead, and what other jobs use has changed, or some time has passed.
 
-    `held` are the users of what it waits for, as far as known. Prints that, unless it was `told` before; returns it.
+    `held` are the users of what it waits for, as far as known. Prints a message, unless it is the last one; returns it.
     """
     seen, until = claims.users(claim.job), time.monotonic() + LOOK_AGAIN
     while (ahead := claim.ahead(among)) or (claims.users(claim.job) == seen and time.monotonic() < until):
@@ -61,7 +61,7 @@ def _wait(claim: claims.Ticket, among: tuple[str, ...], count: int, held: tuple[
             until = 0.0
         users = held or tuple(dict.fromkeys(str(seen[each]) for each in among if each in seen))
         where = f"behind {', '.join(map(str, ahead))}" if ahead else f"in use by {', '.join(users)}" if users else ""
-        if where and told != (told := f"{claim.job} waits for {claims.wanted(among, count)}, {where}"):
-            print_message(told)
+        if where and last != (last := f"{claim.job} waits for {claims.wanted(among, count)}, {where}"):
+            print_message(last)
         time.sleep(INTERVAL)
-    return told
+    return last

@@ -24,15 +24,15 @@ from pathlib import Path
 from typing import Any
 
 from orchestrate.dataclass import dataclass
-from orchestrate.host import owners
+from orchestrate.host import owners, private
+from orchestrate.node.trees import FOLDER
 
 log = logging.getLogger(__name__)
 
-TOP, PREFIX = Path("/tmp"), "orchestrate-gpus-"  # not $TMPDIR: all accounts must find the folders, PREFIX and a user id
+TOP, PREFIX = private.TEMPORARY, "orchestrate-gpus-"  # where all accounts find the folders: PREFIX and a user id
 CORES = "cores"  # claimed by jobs with pinned workers, in place of GPUs
 MAX_CLAIMS, MAX_SIZE = 1000, 64 << 10  # claims of an account that are read, and bytes of each
 DECISION_TIMEOUT = 5.0  # seconds to wait for other jobs that decide; an account that holds the lock forever is ignored
-FOLDERS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 JOB, RESOURCE = re.compile(r"[a-z0-9][a-z0-9-]{0,99}"), re.compile(r"[\w/-]{1,100}", re.ASCII)
@@ -172,7 +172,7 @@ def _folders() -> Iterator[tuple[int, int]]:
     seen: set[int] = set()
     for name in sorted(name for name in os.listdir(TOP) if name.startswith(PREFIX)):
         with contextlib.suppress(OSError):
-            folder = os.open(TOP / name, FOLDERS)
+            folder = os.open(TOP / name, FOLDER)
             try:
                 status = os.fstat(folder)
                 if status.st_uid not in seen and not status.st_mode & 0o022:
@@ -203,7 +203,7 @@ def _own() -> Iterator[int]:
 @contextlib.contextmanager
 def _deciding() -> Iterator[None]:
     """Let other jobs wait, as far as they can, until this one has decided what it claims."""
-    folder = os.open(TOP, FOLDERS)
+    folder = os.open(TOP, FOLDER)
     try:
         until = time.monotonic() + DECISION_TIMEOUT
         while time.monotonic() < until:

@@ -118,12 +118,13 @@ def connected() -> socket.socket | None:
 
 
 def awaited(frame: types.FrameType) -> socket.socket | None:
-    """Say how to debug this worker, and wait until somebody does; None at once in a thread or a child process."""
+    """Print the command that debugs this worker, and wait for it; None at once in a thread or a child process."""
     rank, place = os.environ.get("RANK"), f"{frame.f_code.co_filename}:{frame.f_lineno}"
     if threading.current_thread() is not threading.main_thread() or os.getsid(0) != os.getpid():
         say(f"breakpoint() at {place} is only for the main thread of a worker")
         return None
-    say(f"rank {rank} waits at {place} for: python -m orchestrate debug {os.environ.get('JOB_ID')} --rank {rank}")
+    command = f"python -m orchestrate debug {os.environ.get('JOB_ID')} --rank {rank}"
+    say(f"rank {rank} waits at {place} for: {command}")
     before = signal.signal(ATTACH, lambda *_: None)  # which would attach here
     try:
         while not (sock := connected()):
@@ -212,6 +213,4 @@ if __name__ == "__main__":
         problem = ""
     except OSError as error:
         problem = f"cannot debug rank {sys.argv[2]}: {error.strerror}"
-    if problem:
-        say(problem)
-    sys.exit(bool(problem))
+    sys.exit(problem or 0)  # which prints it, and exits with code 1

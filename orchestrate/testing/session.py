@@ -22,7 +22,6 @@ from orchestrate.testing import reports
 from orchestrate.testing.world import DEFAULTS, Broken, World, inside, path_below
 
 TIMEOUT = 300.0  # seconds
-DOCS = "its arguments are timeout, and keys of a job file"
 MARGIN = 5.0  # seconds that are left to pytest-timeout: it would end the whole session
 # Plug-ins that do in this process what they should do once, and not on every rank.
 BLOCKED = (
@@ -61,7 +60,8 @@ class Shape(NamedTuple):
         known = [*FIELDS, "timeout"]
         for name in marker.kwargs.keys() - {*known}:
             near = difflib.get_close_matches(name, known, 1)
-            raise UsageError(f"nodes has no argument {name}", f"did you mean {near[0]}?" if near else DOCS)
+            meant = f"did you mean {near[0]}?" if near else "its arguments are timeout, and keys of a job file"
+            raise UsageError(f"nodes has no argument {name}", meant)
         if own := {"engine", "nodes", "trainers", "command", "keep", "chdir"} & {*marker.kwargs}:
             raise UsageError(f"{min(own)} cannot be set in the marker nodes", hint)
         limit = marker.kwargs.get("timeout", TIMEOUT)

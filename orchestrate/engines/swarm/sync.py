@@ -105,7 +105,8 @@ class FileSync:
     def give_up(self, name: str) -> None:
         """Wait for a node no longer, until it responds again."""
         for node in self.nodes:
-            node.given_up = node.given_up or node.name == name
+            if node.name == name:
+                node.given_up = True
 
     def _check(self) -> None:
         """Raise EngineError if a thread has ended: the job goes on to its end, and leaves its nodes."""
@@ -370,12 +371,9 @@ class FileSync:
         for path in old:
             self._remove(node, path)
         for path in changes.gone if node is self.nodes[0] else ():
-            if obstacle(self.run_dir, path):
-                continue
             with self.owners.lock:
-                if path not in self.owners.by_path and self._may_copy(
-                    node, path
-                ):  # otherwise another node has it again
+                again = path in self.owners.by_path  # another node has written it anew
+                if not again and not obstacle(self.run_dir, path) and self._may_copy(node, path):
                     self._remove(node, path)
         plain = {path: to for path, to in changes.links.items() if "/" not in to and to not in ("..", ".", "")}
         if len(plain) > MAX_LINKS:
