@@ -26,7 +26,7 @@ from orchestrate.node.ranks import FENCE, Env, fence
 from orchestrate.node.stacks import collect
 from orchestrate.node.status import StatusServer
 from orchestrate.node.store import blocked
-from orchestrate.node.traffic import Traffic
+from orchestrate.node.traffic import Traffic, families
 from orchestrate.node.trees import identity, replace
 from orchestrate.node.warm import SUPPORTED, limits_and_priority
 from orchestrate.node.wipe import free_ipc, wipe
@@ -138,9 +138,10 @@ class Agent:
                 self.lease = Lease(self.loop, self.key, (relay[0], relay[1]), self.cut_off)
 
     def collect_stacks(self) -> None:
-        """Report the stack of each worker."""
+        """Report the stack of each worker and of its child processes."""
         generation, pids = self.generation, self._pids()
-        running = {rank: (pid, self.workers[rank].stack) for rank, pid in pids.items()}
+        found = families({rank: pid for rank, pid in pids.items() if pid})
+        running = {rank: (pid, found.get(rank, []), self.workers[rank].stack) for rank, pid in pids.items()}
         collect(self.loop, running, lambda *found: self.report(protocol.Stack(generation, *found)))
 
     def transfer(self, channel: Channel, request: protocol.Upload | protocol.GetChanges | protocol.Read) -> None:

@@ -1,10 +1,13 @@
-"""Stacks of running workers: on a signal, a forked one writes the stack of its main thread, and goes on."""
+"""Stacks of running workers: on a signal, a forked one writes the stack of its main thread, and goes on.
+
+So do processes that a worker has forked, such as those that load its data, in the file that they inherit.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from orchestrate.node.protocol import MAX_STACK, SILENT, STARTING, UNABLE
@@ -12,9 +15,10 @@ from orchestrate.node.protocol import MAX_STACK, SILENT, STARTING, UNABLE
 if TYPE_CHECKING:
     from orchestrate.node.traffic import Timers
 
-SHOW_STACK = 46  # as in zygote.py
+SHOW_STACK, FAR = 46, 1000  # as in zygote.py
 HEAD = b"Stack (most recent call first):\n"  # of Python's fault handler, for one thread
 LOOK, MAX_LOOKS = 0.02, 100  # seconds between two looks at what a worker has written, and their number
+MAX_CHILDREN = 32  # processes of a worker that are asked
 Tell = Callable[[int, str, str], None]  # gets rank and stack of a worker, or why there is none
 
 
@@ -41,6 +45,12 @@ class Stack:
             return False
         return True
 
+    def inherited(self, pid: int) -> bool:
+        """Whether a process has this file from the worker: another program may use the signal for something else."""
+        with contextlib.suppress(OSError):
+            return os.path.samestat(os.stat(f"/proc/{pid}/fd/{FAR}"), os.fstat(self.file))
+        return False
+
     @property
     def size(self) -> int:
         """How many bytes the worker has written; 0 once this is closed."""
@@ -58,24 +68,43 @@ class Stack:
             self.file = -1
 
 
-def collect(loop: Timers, workers: Mapping[int, tuple[int, Stack | None]], tell: Tell) -> None:
-    """Ask workers for their stacks; `workers` has the process ID and the file of each, by rank.
+class _Family:
+    """The processes of a worker, which write their stacks one after another: they share a file."""
 
-    `tell` gets each stack once it no longer grows.
+    def __init__(self, stack: Stack, first: int, pids: Sequence[int]) -> None:
+        self.stack, self.text, self.size = stack, "", 0
+        self.later = [pid for pid in pids if pid != first and stack.inherited(pid)][:MAX_CHILDREN]
+        self.asked = stack.ask(first)
+
+    def done(self) -> bool:
+        """Take what the process that was asked has written, and ask the next one; return whether that was the last."""
+        before, self.size = self.size, self.stack.size
+        if not before == self.size > 0:
+            return False
+        self.text, self.size = self.text + self.stack.text(), 0
+        while self.later:
+            if self.stack.ask(self.later.pop(0)):
+                return False
+        return True
+
+
+def collect(loop: Timers, workers: Mapping[int, tuple[int, Sequence[int], Stack | None]], tell: Tell) -> None:
+    """Ask workers and their child processes for their stacks.
+
+    `workers` has the process ID of each by rank, the IDs of all its processes, and its file. `tell` gets each worker's
+    stack, followed by those of its children, once they no longer grow.
     """
-    files = {rank: stack for rank, (pid, stack) in workers.items() if stack and stack.ask(pid)}
-    sizes = dict.fromkeys(files, 0)
-    for rank in workers.keys() - files.keys():
+    found = {rank: _Family(stack, pid, pids) for rank, (pid, pids, stack) in workers.items() if stack}
+    families = {rank: family for rank, family in found.items() if family.asked}
+    for rank in workers.keys() - families.keys():
         tell(rank, "", UNABLE if workers[rank][0] else STARTING)
 
     def look(count: int) -> None:
-        for rank, before in list(sizes.items()):
-            stack = files[rank]
-            sizes[rank] = stack.size
-            if before == stack.size > 0 or count == MAX_LOOKS:
-                del sizes[rank]
-                tell(rank, stack.text(), "" if stack.size else SILENT)
-        if sizes:
+        for rank, family in list(families.items()):
+            if family.done() or count == MAX_LOOKS:
+                del families[rank]
+                tell(rank, family.text[:MAX_STACK], "" if family.text else SILENT)
+        if families:
             loop.after(LOOK, lambda: look(count + 1))
 
     loop.after(LOOK, lambda: look(1))

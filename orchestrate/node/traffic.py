@@ -179,7 +179,7 @@ class Traffic:
         self.next_scan = now + self.scan_interval
         self.scan_interval = min(2 * self.scan_interval, SCAN_INTERVALS[1])
         self.sockets = {}
-        for rank, pids in _families(running).items():
+        for rank, pids in families(running).items():
             self.workers[rank].pids = pids
             self._look(rank, libraries=True)
 
@@ -222,7 +222,7 @@ def _version(maps: bytes) -> str:
     return ""
 
 
-def _families(workers: dict[int, int]) -> dict[int, list[int]]:
+def families(workers: dict[int, int]) -> dict[int, list[int]]:
     """The processes of each worker, by rank: those of the session that it leads, and its descendants.
 
     A launcher such as torchrun starts its workers in sessions of their own.

@@ -79,7 +79,7 @@ class Generation:
         """Restore the state of an earlier supervisor: exits, why it stopped the workers, process states in a hang."""
         self.launched = True
         if states := {rank: state for rank, state in states.items() if rank in self.running}:
-            self.hung = self._find_hang_cause(states)
+            self.hung = self._find_hang_cause(states, {})
         for event in [event for event in exits if event.rank in self.running]:
             if event.known:  # the supervisor's own finding, while the worker was still running
                 self.known[event.rank] = event.known
@@ -302,23 +302,28 @@ class Generation:
         letters = {rank: doing.state for rank, doing in states.items() if rank in self.running}
         self.emit(events.HangFound(letters, self.spec.hang_after or 0.0))
         self.hung = self._hang_cause(min(self.running), "the job hung; the engine was lost before the cause was found")
+        found = self.job.session.stacks()
         self.job.session.stop(Stop.DUMP)
         deadline = self.clock.monotonic() + DUMP_TIMEOUT
         frozen = {rank for rank, letter in letters.items() if letter in hang.FROZEN}  # cannot print stacks
         while self.running - frozen and self.clock.monotonic() < deadline:
             for end in self.job.session.wait(timeout=0.1).exits:
                 self._ended(end)
-        self.hung = self._find_hang_cause(letters)
+        self.hung = self._find_hang_cause(letters, {rank: stack.text for rank, stack in found.items()})
         self._stop(FAILED)
 
-    def _find_hang_cause(self, states: dict[int, str]) -> Cause:
-        """Return the cause of a hang: a worker whose script has failed, or the one that the others wait for."""
+    def _find_hang_cause(self, states: dict[int, str], found: dict[int, str]) -> Cause:
+        """Return the cause of a hang: a worker whose script has failed, or the one that the others wait for.
+
+        `found` are the stacks of the workers' processes, by rank.
+        """
         logs = {rank: self.files.text(rank) for rank in sorted(states)}
         stands = {rank: stacks.parse_position(log) for rank, log in logs.items()}
         for rank, stand in stands.items():
             if hang.has_failed(logs[rank], stand):
                 return self._diagnosis(WorkerExit(rank, 1), None, hang.STUCK)
         rank, what = hang.late(states, stands)
+        what += hang.child(found.get(rank, ""))
         starting = " in init_process_group\n" in logs.get(rank, "")
         return self._hang_cause(rank, f"the job hung: rank {rank} on {self.plan.workers[rank].node} {what}", starting)
 

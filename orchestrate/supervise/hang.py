@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from orchestrate.record import debugging
 from orchestrate.supervise.context import JobContext
 from orchestrate.supervise.diagnosis.tracebacks import before_dump, ends_with_error
-from orchestrate.supervise.stacks import Position
+from orchestrate.supervise.stacks import Position, position, processes
 
 IDLE = 0.05  # share of a core; a worker that waits for its peers uses less, although torch polls
 STATES = {
@@ -61,6 +61,12 @@ def _others(stands: Mapping[int, Position | None], rank: int) -> str:
     return "".join(
         f"; {count} {'others wait' if count > 1 else 'other waits'} at {at}" for at, count in places.most_common(2)
     )
+
+
+def child(stacks: str) -> str:
+    """Return, as the end of a sentence, where a child process is, from the stacks of a worker; empty without one."""
+    found = [place for place in map(position, processes(stacks)[1]) if place]
+    return f"; a child process of it is at {found[0].where}" if found else ""
 
 
 class HangDetector:

@@ -10,6 +10,8 @@ from orchestrate.dataclass import dataclass
 WAITING = ("/torch/distributed/", "/torch/autograd/", "/torch/nn/parallel/")  # code in which a rank waits for others
 NEAR = 8  # frames from the innermost one in which such code counts
 _FRAME = re.compile(r'^ *File "(.+)", line (\d+) in (\S+)', re.M)
+_OUTER = re.compile(r'/orchestrate/node/zygote\.py"|/multiprocessing/process\.py", line \d+ in (run|_bootstrap)$')
+_HEAD = re.compile(r"^(?=Stack \()", re.M)
 _LIBRARY = re.compile(r"/(site|dist)-packages/|/lib/python3|^<frozen|/orchestrate/node/zygote\.py$")
 
 
@@ -31,10 +33,8 @@ def parse_position(log: str) -> Position | None:
 def position(dump: str) -> Position | None:
     """Parse the stack of the main thread in the stacks that Python's fault handler has printed; None without one."""
     blocks = re.split(r"^(?:(?:Current thread|Thread) 0x|Stack \().*\n", dump, flags=re.M)[1:]
-    heads = re.findall(r"^(Current thread|Thread|Stack) [0(]", dump, flags=re.M)
-    found = [_FRAME.findall(block) for block in blocks]
-    current = [frames for head, frames in zip(heads, found) if head.startswith("Current") and frames]
-    frames = (current or [frames for frames in found if frames] or [[]])[-1]
+    # The main thread is the oldest, and so the last. The signal may have reached any other: that is the current one.
+    frames = ([frames for frames in map(_FRAME.findall, blocks) if frames] or [[]])[-1]
     if not frames:
         return None
     own = [frame for frame in frames if not _LIBRARY.search(frame[0])] or frames
@@ -43,10 +43,20 @@ def position(dump: str) -> Position | None:
     return Position(f"{file}:{line} in {function}", frames[0][2], waits, own is not frames)
 
 
+def processes(text: str) -> tuple[str, list[str]]:
+    """Return the stack of a worker, and those of its child processes, without what their parents did before a fork.
+
+    Children that run no code of the user are left out, such as those that wait for the next batch to load.
+    """
+    own, *children = [part for part in _HEAD.split(text) if part.strip()] or [""]
+    below = [f"{part.splitlines()[0]}\n{frames(part)}" for part in children]
+    return own, [part for part in below if (found := position(part)) and found.own]
+
+
 def frames(stack: str) -> str:
-    """Return the lines with frames of a worker's own code and of what that calls."""
+    """Return the lines with frames of a process's own code and of what that calls."""
     lines = [line for line in stack.splitlines() if _FRAME.match(line)]
-    ours = next((number for number, line in enumerate(lines) if "/orchestrate/node/zygote.py" in line), len(lines))
+    ours = next((number for number, line in enumerate(lines) if _OUTER.search(line)), len(lines))
     while ours and '"<frozen runpy>"' in lines[ours - 1]:
         ours -= 1
     return "\n".join(lines[:ours])

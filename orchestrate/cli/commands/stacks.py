@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import os
+import textwrap
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from orchestrate import console, errors
@@ -17,7 +19,7 @@ from orchestrate.record import lock, run_dir, stacks
 from orchestrate.record.outcomes import Stack
 from orchestrate.record.paths import JobPaths
 from orchestrate.supervise.hang import STATES
-from orchestrate.supervise.stacks import frames, grouped, position
+from orchestrate.supervise.stacks import frames, grouped, position, processes
 
 INTERVAL, TIMEOUT = 0.02, 15.0  # seconds between two looks for an answer, and to wait for it
 WHY = {
@@ -51,12 +53,23 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _described(stack: Stack | None) -> str:
-    """Return what a worker is doing, and its stack."""
+    """Return what a worker and its child processes are doing, and their stacks."""
     if not stack:
         return "ended"
-    if not (found := position(stack.text)):
-        return STATES.get(stack.state, "").removeprefix("is ") or WHY.get(stack.why, WHY[""])
-    return f"{'waiting' if found.waits else 'running'} at {found.where}\n{frames(stack.text)}"
+    own, children = processes(stack.text)
+    known = _shown(own) or STATES.get(stack.state, "").removeprefix("is ") or WHY.get(stack.why, WHY[""])
+    below = [f"{_counted(count)}: {text}" for text, count in Counter(map(_shown, children)).items()]
+    return "\n".join([known, *(textwrap.indent(part, "  ") for part in below)])
+
+
+def _shown(stack: str) -> str:
+    """Return where a process is, and its frames; empty if it is not in Python code."""
+    found = position(stack)
+    return f"{'waiting' if found.waits else 'running'} at {found.where}\n{frames(stack)}" if found else ""
+
+
+def _counted(children: int) -> str:
+    return f"{children} child processes" if children > 1 else "a child process"
 
 
 def _named(ranks: Sequence[int]) -> str:

@@ -51,6 +51,25 @@ def test_equal_stacks_must_be_one_group_and_the_odd_ones_come_first(show):
     ]
 
 
+FORKED = """  File "/usr/lib/python3.12/multiprocessing/process.py", line 314 in _bootstrap
+  File "/job/work/train.py", line 8 in main
+"""
+IDLE = stack('  File "/usr/lib/python3.12/multiprocessing/queues.py", line 113 in get\n', FORKED).text
+READS = stack('  File "/job/work/data.py", line 13 in read\n', FORKED).text
+
+
+def test_child_processes_that_run_code_of_the_user_must_be_shown_below_their_rank(show):
+    own = stack(LOADS, BELOW).text
+    found = {0: Stack(own + READS + IDLE), 1: Stack(own + IDLE + READS + READS), 2: Stack(own + IDLE)}
+    loads = ['  File "data.py", line 41 in load', '  File "train.py", line 8 in main']
+    reads = '    File "data.py", line 13 in read'
+    assert show(found, "--ranks", "0-2") == [
+        *["rank 0: running at data.py:41 in load", *loads, "  a child process: running at data.py:13 in read", reads],
+        *["rank 1: running at data.py:41 in load", *loads, "  2 child processes: running at data.py:13 in read", reads],
+        *["rank 2: running at data.py:41 in load", *loads],
+    ]
+
+
 def test_of_groups_of_one_size_those_that_wait_must_come_last(show):
     found = {rank: stack(WAITS if rank < 4 else LOADS) for rank in range(8)}
     assert [line for line in show(found) if line.startswith("rank")] == [

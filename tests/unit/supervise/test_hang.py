@@ -9,7 +9,7 @@ from support.scripted import ALL_WELL
 
 from orchestrate.errors import EngineLost
 from orchestrate.record import debugging
-from orchestrate.record.outcomes import Activity, JobResult, Outcome, WorkerExit
+from orchestrate.record.outcomes import Activity, JobResult, Outcome, Stack, WorkerExit
 from orchestrate.spec.spec import JobSpec
 from orchestrate.supervise.hang import late
 from orchestrate.supervise.stacks import Position, parse_position
@@ -65,11 +65,10 @@ def test_only_frames_near_the_top_of_the_stack_must_count_as_a_collective(betwee
     assert found and found.waits is waits
 
 
-@pytest.mark.parametrize("first", [True, False])
-def test_of_several_threads_the_current_one_must_count(first):
-    main, other = thread(MINE), thread(REDUCE, current=False)
-    found = parse_position(dumped(main, other) if first else dumped(other, main))
-    assert found == Position("/workspace/train.py:7 in step", "step", False)
+@pytest.mark.parametrize("current", [True, False])
+def test_of_several_threads_the_last_one_must_count_which_is_the_main_one(current):
+    main, other = thread(MINE, current=current), thread(REDUCE, current=not current)  # any may get the signal
+    assert parse_position(dumped(other, main)) == Position("/workspace/train.py:7 in step", "step", False)
 
 
 def test_the_main_thread_must_count_if_the_current_one_has_no_frames():
@@ -216,6 +215,17 @@ def test_a_hang_must_be_reported_with_the_state_of_each_remaining_worker(job):
     assert (cause.rank, cause.node, cause.exit_code, cause.cause) == (1, "trainer-1", 137, "hang")
     assert cause.last_lines == ["loading", "still loading"] and cause.log == str(job.paths.log(1))
     assert "rank 1 on trainer-1 is idle" in cause.summary and "hang_after" in cause.hint
+
+
+def test_a_child_process_of_the_worker_that_the_others_wait_for_must_be_named(job):
+    engine = RecordingEngine([], [ALL_WELL])
+    engine.activity = lambda: {0: Activity("S", 1.0), 1: Activity("T", 1.0)}
+    heads = "Stack (most recent call first):\n"
+    own, child = f'{heads}  File "/t.py", line 1 in f\n', f'{heads}  File "/data.py", line 13 in read\n'
+    engine.stacks = lambda: {0: Stack(own + own), 1: Stack(own + child + own)}
+    assert job.run(engine, SPEC).outcome == "succeeded"
+    (cause,) = [ended.cause for ended in job.supervisor.history.ended if ended.cause]
+    assert cause.summary.endswith("is stopped (SIGSTOP); a child process of it is at /data.py:13 in read")
 
 
 @pytest.mark.parametrize(("takes", "calls"), [(14.0, ["dump"]), (16.0, ["dump", "kill"])])
