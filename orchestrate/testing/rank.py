@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import faulthandler
 import json
+import linecache
 import os
 import signal
 import socket
 import sys
 import time
+import warnings
 from typing import Any
 
 import pytest
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 RANK, WORLD_SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+MAX_WARNINGS = 100  # of a test that are reported
 SHORTEST, LONGEST = 0.001, 0.02  # seconds between two looks for the next test
 # How a process ends that does not run tests any longer, by what pytest returns.
 BROKEN = {pytest.ExitCode.INTERRUPTED: 128 + signal.SIGINT, pytest.ExitCode.INTERNAL_ERROR: 3}
@@ -33,6 +36,7 @@ class Rank:
         self.config = config
         self.errors: list[str] = []  # of the collection
         self.reports: list[Any] = []
+        self.warnings: list[Any] = []
         self.number = 0
         self.bound = socket.socket()
         self.stores: list[Any] = []
@@ -66,7 +70,7 @@ class Rank:
         self.done([], self.errors)
         while asked := self.asked():
             item = items.get(asked["item"])
-            self.reports, following = [], items.get(asked["next"])
+            self.reports, self.warnings, following = [], [], items.get(asked["next"])
             os.environ |= {"MASTER_PORT": str(asked["port"]), "TORCHELASTIC_USE_AGENT_STORE": str(asked["hosted"])}
             if item:
                 session.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
@@ -78,7 +82,15 @@ class Rank:
         config = self.config
         self.reports.append(config.hook.pytest_report_to_serializable(config=config, report=report))
         if report.failed and report.when != "teardown":  # which may wait for ranks that wait for this one
-            self.write({"reports": self.reports, "errors": [], "port": 0, "hosted": False, "done": False})
+            self.write(
+                {"reports": self.reports, "errors": [], "warnings": [], "port": 0, "hosted": False, "done": False}
+            )
+
+    def pytest_warning_recorded(self, warning_message: warnings.WarningMessage, when: str) -> None:
+        """Keep a warning of the test; this process has no summary."""
+        if when == "runtest" and len(self.warnings) < MAX_WARNINGS:
+            kind, place = warning_message.category.__name__, (warning_message.filename, warning_message.lineno)
+            self.warnings.append([kind, str(warning_message.message), *place, linecache.getline(*place)])
 
     def asked(self) -> Any:
         """Wait for the next request; None is the end."""
@@ -100,7 +112,7 @@ class Rank:
 
     def done(self, reports: list[Any], errors: list[str]) -> None:
         """Write the result of a request, and remove the one before, which has been read."""
-        self.write({"reports": reports, "errors": errors, **self.store(), "done": True})
+        self.write({"reports": reports, "errors": errors, "warnings": self.warnings, **self.store(), "done": True})
         if self.number:
             os.remove(f"{HERE}/results/{self.number - 1}-{RANK}.json")
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import pytest
@@ -12,8 +13,19 @@ from orchestrate.supervise.hang import late
 from orchestrate.supervise.stacks import grouped, position
 
 PHASES, OUTCOMES = ("setup", "call", "teardown"), ("passed", "failed", "skipped")
+MAX_WARNINGS = 100  # of a test on one rank
 MAX_TEXT = 200  # characters that are shown of another rank's error
 UNEXPECTED = "[XPASS(strict)]"
+
+
+class Warned(NamedTuple):
+    """A warning on a rank."""
+
+    category: str
+    text: str
+    file: str
+    number: int  # of the line
+    line: str  # as the rank has read it: nothing is opened that a rank names
 
 
 class Ran(NamedTuple):
@@ -24,6 +36,7 @@ class Ran(NamedTuple):
     store: Mapping[str, int]  # port of torch's store for the next test, and whether it is there already
     done: bool  # whether it has ended the test, with its fixtures
     error: str  # why the rank could not collect the test; empty if it could
+    warnings: tuple[Warned, ...] = ()
 
     def failure(self) -> pytest.TestReport | None:
         """Return the report of the phase that has failed first."""
@@ -39,9 +52,16 @@ def read(data: Any, load: Callable[[Any], Any]) -> Ran:
             if each.when not in phases or not phases[each.when].failed:  # a failed subtest is one of several reports
                 phases[each.when] = each
         store = {"port": int(data["port"]), "hosted": bool(data["hosted"])}
-        return Ran(phases, float(data["time"]), store, bool(data["done"]), error)
+        warned = tuple(map(_warned, _cleaned(data["warnings"])[:MAX_WARNINGS]))
+        return Ran(phases, float(data["time"]), store, bool(data["done"]), error, warned)
     except Exception as error:  # whatever is in there
         raise ValueError(f"{type(error).__name__}: {error}") from None
+
+
+def _warned(data: list[Any]) -> Warned:
+    category, text, file, number, line = data
+    assert category.isidentifier()
+    return Warned(category, str(text), str(file), int(number), str(line))
 
 
 def _cleaned(value: Any) -> Any:
@@ -96,6 +116,13 @@ def merged(item: pytest.Item, ran: Mapping[int, Ran], missing: Mapping[int, str]
                 _explain(report, rank, outcomes({other: each for other, each in ran.items() if other != rank}, missing))
             chosen.append(report)
     return chosen
+
+
+def warned(ran: Mapping[int, Ran]) -> Iterator[warnings.WarningMessage]:
+    """Return the warnings of ranks, equal ones once."""
+    for each in dict.fromkeys(each for one in ran.values() for each in one.warnings):
+        category = type(each.category, (Warning,), {})
+        yield warnings.WarningMessage(category(each.text), category, each.file, each.number, line=each.line)
 
 
 def _choose(here: Mapping[int, pytest.TestReport], ends: Mapping[int, float]) -> int:

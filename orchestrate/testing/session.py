@@ -116,6 +116,9 @@ class Worlds:
         for rank, each in ran.items():
             if each.error:
                 raise Broken(f"rank {rank} cannot collect the test:\n{each.error}")
+        for message in reports.warned(ran):
+            known = {"warning_message": message, "when": "runtest", "nodeid": item.nodeid, "location": None}
+            self.config.hook.pytest_warning_recorded.call_historic(kwargs=known)
         if world.whole(ran):
             return reports.merged(item, ran, {})
         missing = [rank for rank in range(world.size) if rank not in ran]

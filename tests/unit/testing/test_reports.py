@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import warnings
 
 import pytest
 from support.optional import not_none
@@ -12,7 +13,7 @@ from support.repo import ROOT
 
 from orchestrate.testing import reports
 
-GOOD = {"reports": [], "errors": [], "port": 1, "hosted": True, "done": True, "time": 1}
+GOOD = {"reports": [], "errors": [], "port": 1, "hosted": True, "done": True, "time": 1, "warnings": []}
 
 
 def loaded(data):
@@ -32,6 +33,9 @@ def loaded(data):
         GOOD | {"reports": [{"nodeid": 1, "when": "x", "longrepr": None}]},
         GOOD | {"time": "now"},
         GOOD | {"port": "x"},
+        GOOD | {"warnings": [["UserWarning", "text", "file"]]},
+        GOOD | {"warnings": [["UserWarning", "text", "file", "line", ""]]},
+        GOOD | {"warnings": [["\ud800", "text", "file", 1, ""]]},
     ],
 )
 def test_results_that_are_none_must_be_refused(data):
@@ -135,3 +139,12 @@ def test_the_plug_in_must_import_nothing_that_no_test_uses():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["orchestrate", "orchestrate.testing", "orchestrate.testing.plugin"]
+
+
+def test_a_file_that_a_rank_names_in_a_warning_must_not_be_opened(tmp_path):
+    (tmp_path / "private").write_text("secret\n")
+    data = ["UserWarning", "\x1b[2Jtext", str(tmp_path / "private"), 1, ""]
+    (found,) = reports.warned({0: reports.read(GOOD | {"warnings": [data]}, loaded)})
+    assert found.category.__name__ == "UserWarning" and "\x1b[2J" not in str(found.message)
+    shown = warnings.formatwarning(found.message, found.category, found.filename, found.lineno, found.line)
+    assert "private:1: UserWarning: " in shown and "secret" not in shown
