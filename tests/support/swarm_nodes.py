@@ -79,8 +79,8 @@ def state(stub: StubManager, node: str, value: str) -> None:
     stub.task(node)["Status"]["State"] = value
 
 
-def down(stub: StubManager, number: int) -> None:
-    stub.hosts[number - 1]["Status"]["State"] = "down"
+def down(stub: StubManager, number: int, now: str = "down") -> None:
+    stub.hosts[number - 1]["Status"]["State"] = now
 
 
 def sync(**answers: object) -> SimpleNamespace:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 from collections.abc import Callable, Iterable
 from concurrent import futures
 from pathlib import Path
@@ -17,14 +16,14 @@ from typing import BinaryIO
 from orchestrate.clock import wait_until
 from orchestrate.engines.base import Observed, never
 from orchestrate.engines.client_session import ClientSession, key_of
-from orchestrate.engines.connection import ANSWER_TIMEOUT, NodeConnection, one_at_a_time
+from orchestrate.engines.connection import ANSWER_TIMEOUT, NodeConnection
 from orchestrate.engines.node_clients import NodeClients
 from orchestrate.engines.swarm import service_spec
 from orchestrate.engines.swarm.last_lines import rescued
 from orchestrate.engines.swarm.manager import ApiObject, Manager, ended, failed, is_healthy, is_starting
 from orchestrate.engines.swarm.objects import SwarmJob
 from orchestrate.engines.swarm.sync import FileSync
-from orchestrate.engines.swarm.upload import code_files, has_archive, on_each, packed, send_archive, written_files
+from orchestrate.engines.swarm.upload import code_files, has_archive, on_each, packed, send_archive, send_written
 from orchestrate.errors import EngineError
 from orchestrate.files.paths import log
 from orchestrate.node import protocol
@@ -83,6 +82,8 @@ class SwarmSession(ClientSession):
         self.have_code: set[str] = set()  # ids of tasks that have the code
         self.abandoned: set[str] = set()  # ids of tasks that count as lost, since they do not respond
         self.sync: FileSync | None = None
+        self.copied: dict[str, str] = {}  # node: id of the task whose files it copies
+        self.cut_off: set[str] = set()  # ids of tasks whose hosts were down at some time
 
     def up(self, plan: Plan, stopped: Callable[[], bool] = never) -> None:
         """Start nodes that are missing, replace unhealthy ones, and send them the code."""
@@ -180,8 +181,9 @@ class SwarmSession(ClientSession):
             return {"cut off": Reason.HOST_LOST, "ending": Reason.NODE_STOPPED}.get(hint)
         deadline = self.clock.monotonic() + HOST_DOWN_TIMEOUT
         while True:
-            task = self.swarm.look().get(node)
-            if task and (not self.manager.answers(task) or task["ID"] in self.abandoned):
+            self._update_nodes()
+            task = self.nodes.get(node)
+            if task and task["ID"] in self.abandoned | self.cut_off:
                 return Reason.HOST_LOST
             if not task or not is_healthy(task):
                 return Reason.NODE_LOST
@@ -244,10 +246,12 @@ class SwarmSession(ClientSession):
     def _running_nodes(self) -> dict[str, ApiObject]:
         """List the nodes again; return those that run, as far as Swarm knows, though they may not respond."""
         self.nodes = self.swarm.look()
+        self.cut_off |= {task["ID"] for task in self.nodes.values() if not self.manager.answers(task)}
         return {name: task for name, task in self.nodes.items() if is_healthy(task) and self.manager.answers(task)}
 
     def _still_running(self, nodes: set[str]) -> list[str]:
-        return sorted(nodes & self._running_nodes().keys()) if nodes else []
+        running = self._running_nodes() if nodes else {}
+        return sorted(node for node in nodes & running.keys() if running[node]["ID"] == self.copied.get(node))
 
     def _update_nodes(self) -> dict[str, ApiObject]:
         """List the nodes again; return the healthy ones."""
@@ -320,10 +324,13 @@ class SwarmSession(ClientSession):
         self.linked[node] = self._task_id(node)
         return None if self.linked[node] in self.abandoned else self.reach(node)
 
-    def reach(self, node: str) -> NodeConnection | None:
-        """Connect to a node through the relay, and send it the relay's address for its lease."""
+    def reach(self, node: str, wanted: str = "") -> NodeConnection | None:
+        """Connect to a node through the relay, and send it the relay's address for its lease.
+
+        Returns None if it is not running, or is not the `wanted` task.
+        """
         task, relay = self.nodes.get(node), self.swarm.relay
-        if task is None or relay is None or self._is_down(node):
+        if task is None or relay is None or self._is_down(node) or wanted not in ("", task["ID"]):
             return None
         address, port = self.swarm.node_address(task)
         patience = RECONNECT_TIMEOUT if task["ID"] in self.have_code else FIRST_CONNECT_TIMEOUT
@@ -370,26 +377,10 @@ class SwarmSession(ClientSession):
 
     def _send_files(self, workers: tuple[WorkerPlan, ...], stopped: Callable[[], bool] = never) -> None:
         """Send the files of earlier generations to every node, unless all nodes share a folder."""
-        files = written_files(self.files)
-        if self.shared or not files:
-            return
-        facts = {str(path.relative_to(self.files)): path.stat() for path in files if not path.is_symlink()}
-        here = {path: [status.st_size, status.st_mtime_ns] for path, status in facts.items()}
-        large = threading.RLock()
-        with packed(self.files, files, self.swarm.run.parent) as (file, digest):
-
-            def has_all(link: NodeConnection) -> bool:
-                """Whether the node has these files and no others: it wrote all of them."""
-                with contextlib.ExitStack() as held:
-                    admit = one_at_a_time(large, held)
-                    there = link.converse(protocol.GetChanges(self.job_dir, {}), protocol.Changes, admit=admit).files
-                    return {path: facts[:2] for path, facts in there.items()} == here
-
-            def act(link: NodeConnection) -> None:
-                if not has_all(link) and not has_archive(link, self.job_dir, digest):
-                    send_archive(link, self.job_dir, file, digest, stopped)
-
-            self._on_each(dict.fromkeys(worker.node for worker in workers), act)
+        nodes = dict.fromkeys(worker.node for worker in workers)
+        if not self.shared:
+            scratch = self.swarm.run.parent
+            send_written(self.files, self.job_dir, scratch, lambda act: self._on_each(nodes, act), stopped)
 
     def _start_sync(self, workers: tuple[WorkerPlan, ...]) -> None:
         """Start copying the files of nodes here."""
@@ -397,4 +388,6 @@ class SwarmSession(ClientSession):
         ranks = {node: [worker.rank for worker in workers if worker.node == node] for node in nodes}
         if self.sync:
             self.sync.close()
-        self.sync = FileSync(self.files, self.job_dir, ranks, self.reach)
+        # A node that replaces one of the same name has none of the files, which does not mean that they were deleted.
+        self.copied = {node: self._task_id(node) for node in nodes}
+        self.sync = FileSync(self.files, self.job_dir, ranks, lambda node: self.reach(node, self.copied[node]))

@@ -8,13 +8,14 @@ import functools
 import os
 import tarfile
 import tempfile
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO
 
 from orchestrate.engines.base import never
-from orchestrate.engines.connection import ANSWER_TIMEOUT, NodeConnection
+from orchestrate.engines.connection import ANSWER_TIMEOUT, NodeConnection, one_at_a_time
 from orchestrate.engines.docker.ignored import kept
 from orchestrate.engines.docker.mounts import check_code_folder
 from orchestrate.engines.swarm.sync import OWN
@@ -132,6 +133,39 @@ def send_archive(
 def has_archive(link: NodeConnection, folder: str, tag: str) -> bool:
     """Whether the last archive that a node has unpacked in a folder is the one with this tag."""
     return link.converse(protocol.GetStatus(), protocol.Status).tags.get(folder) == tag
+
+
+def send_written(
+    here: Path,
+    folder: str,
+    scratch: Path,
+    each: Callable[[Callable[[NodeConnection], None]], object],
+    stopped: Callable[[], bool],
+) -> None:
+    """Send the files that a job has written, which are in `here`, to its `folder` on each node that lacks some.
+
+    `each` calls a function with a connection to each node; `scratch` is for an archive.
+    """
+    files = written_files(here)
+    if not files:
+        return
+    facts = {str(path.relative_to(here)): path.stat() for path in files if not path.is_symlink()}
+    wanted = {path: [status.st_size, status.st_mtime_ns] for path, status in facts.items()}
+    large = threading.RLock()
+    with packed(here, files, scratch) as (file, digest):
+
+        def has_all(link: NodeConnection) -> bool:
+            """Whether the node has these files and no others: it wrote all of them."""
+            with contextlib.ExitStack() as held:
+                admit = one_at_a_time(large, held)
+                there = link.converse(protocol.GetChanges(folder, {}), protocol.Changes, admit=admit).files
+                return {path: facts[:2] for path, facts in there.items()} == wanted
+
+        def act(link: NodeConnection) -> None:
+            if not has_all(link) and not has_archive(link, folder, digest):
+                send_archive(link, folder, file, digest, stopped)
+
+        each(act)
 
 
 def on_each(

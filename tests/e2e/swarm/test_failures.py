@@ -63,23 +63,24 @@ def test_checkpoints_that_rank_0_deletes_and_all_ranks_write_again_must_be_kept(
 
 
 @pytest.mark.exhaustive
-def test_a_killed_task_must_be_replaced_by_one_with_its_files(cli, swarm):
+@pytest.mark.parametrize(("name", "rank"), [("master", 0), ("trainer-1", 1)])
+def test_a_killed_task_must_be_replaced_by_one_with_its_files(cli, swarm, name, rank):
     (cli.folder / "writes.py").write_text(WRITES)
     job = Job(cli, swarm, "--", "writes.py", "until-restarted")
-    job.until_step(25, rank=1)
-    eventually(lambda: all((cli.run_dir() / "work" / "out" / str(rank)).exists() for rank in RANKS))
-    host, node = job.where("trainer-1")
+    job.until_step(25, rank)
+    eventually(lambda: all((cli.run_dir() / "work" / "out" / str(each)).exists() for each in RANKS))
+    host, node = job.where(name)
     host.docker("kill", node)
     job.until("generation_started", 2)
-    written = [line.removeprefix("[rank 1] ") for line in host.docker("logs", node).splitlines()]
+    written = [line.removeprefix(f"[rank {rank}] ") for line in host.docker("logs", node).splitlines()]
     assert_succeeded(job)
-    assert cli.log(1).partition("[node] generation 1")[0].splitlines() == written
-    assert job.causes() == [(1, "node lost")]
-    again = [step for step, generation in job.steps(1) if generation == 1]
+    assert cli.log(rank).partition("[node] generation 1")[0].splitlines() == written
+    assert job.causes() == [(rank, "node lost")]
+    again = [step for step, generation in job.steps(rank) if generation == 1]
     assert again[0] % 10 == 1 and again[0] > 1  # from its checkpoint, copied here and then to the new node
     out = cli.run_dir() / "work" / "out"
-    assert {path.name: path.read_text() for path in out.iterdir()} == {str(rank): "0\n1\n" for rank in RANKS}
-    assert cli.report()["written"] == [f"out/{rank}" for rank in RANKS]
+    assert {path.name: path.read_text() for path in out.iterdir()} == {str(each): "0\n1\n" for each in RANKS}
+    assert cli.report()["written"] == [f"out/{each}" for each in RANKS]
     assert f"the workers wrote 4 files: {cli.run_dir()}/work\n" in job.err
 
 
@@ -223,6 +224,8 @@ def test_a_partitioned_host_must_not_train_while_the_others_do(cli, swarm, maste
     last.heal()
     assert_succeeded(job)
     assert_host_lost(job, ranks)
+    for rank in RANKS:  # from their checkpoints
+        assert next(step for step, generation in job.steps(rank) if generation == 1) > 1
 
 
 @pytest.mark.exhaustive

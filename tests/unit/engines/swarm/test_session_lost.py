@@ -126,6 +126,8 @@ def test_the_cause_of_a_workers_end_must_follow_from_swarms_state_of_its_node(en
     assert engine.explain(WorkerExit(3, 137), "trainer-3") == "node lost"  # no longer known to Swarm
     down(stub, 1)
     assert engine.explain(WorkerExit(1, 137), "trainer-1") == "host lost"
+    down(stub, 1, "ready")  # the host is back, and has ended the node of its own accord
+    assert engine.explain(WorkerExit(1, 137), "trainer-1") == "host lost"
 
 
 def test_a_lost_host_must_be_reported_as_soon_as_swarm_detects_it(engine, stub, clock):
@@ -142,7 +144,7 @@ def test_all_files_must_be_copied_before_nodes_are_removed(engine, stub, monkeyp
     with pytest.raises(EngineError, match="could not be copied"):
         engine.down(0.1)
     assert len(stub.services) == 2 and engine.sync is fake  # so that `stop` finds them
-    engine.sync = sync(silent={"trainer-1"})
+    engine.sync, engine.copied = sync(silent={"trainer-1"}), {"trainer-1": "t0"}
     with pytest.raises(EngineError, match="files of trainer-1 could not be copied") as raised:
         engine.down(0.1)
     assert "7946" in raised.value.hint and stub.services
@@ -194,7 +196,7 @@ def test_files_of_nodes_that_have_ended_must_not_be_waited_for(engine, stub):
 def test_nodes_that_count_as_lost_must_be_kept_while_they_run_and_have_files(engine, stub):
     engine.discard(["master", "trainer-1", "trainer-2"])
     assert not engine.alive() and engine.connect("trainer-1") is None
-    engine.sync = fake = sync(silent={"trainer-1"})
+    engine.sync, engine.copied = fake, _ = sync(silent={"trainer-1"}), {"trainer-1": "t0"}
     with pytest.raises(EngineError, match="files of trainer-1 could not be copied"):
         engine.down(0.1)
     assert "copy_all" in fake.calls and stub.services
@@ -221,7 +223,7 @@ def test_nodes_that_have_ended_must_not_be_waited_for(engine, stub, clock):
 
 def test_a_generation_that_starts_without_the_last_files_of_a_node_must_say_so(engine, stub):
     state(stub, "trainer-2", "failed")  # the failure names it already
-    engine.sync = sync(silent={"trainer-1", "trainer-2"})
+    engine.sync, engine.copied = sync(silent={"trainer-1", "trainer-2"}), {"trainer-1": "t0", "trainer-2": "t1"}
     engine.gather(lambda: True)  # interrupted: it was not asked yet
     assert not engine.warned
     engine.sync = sync(silent={"trainer-1", "trainer-2"}, catch_up=True)
