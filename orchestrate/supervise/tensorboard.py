@@ -139,4 +139,4 @@ class Board:
 
 
 def _drawable(value: Any) -> bool:
-    return type(value) in (int, float) and abs(value) < LARGEST and math.isfinite(value)
+    return type(value) in (int, float) and abs(value) < LARGEST
