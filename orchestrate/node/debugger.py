@@ -110,7 +110,9 @@ def connected() -> socket.socket | None:
     """Connect to the process that waits for this worker's debugger, if there is one."""
     sock = socket.socket(socket.AF_UNIX)
     with contextlib.suppress(OSError):
+        sock.setblocking(False)  # another user can have the path, and accept no connection
         sock.connect(path_of(os.getpid()))
+        sock.setblocking(True)
         if peer(sock)[1] in (0, os.geteuid()):
             return sock
     sock.close()
@@ -159,6 +161,8 @@ def main(job: str, rank: str) -> str:
     if not pid:
         return f"rank {rank} cannot be debugged: it has not started, or is not a script that was started warm"
     path = path_of(pid)
+    if listens(path):
+        return f"rank {rank} is being debugged"
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
     with socket.socket(socket.AF_UNIX) as listener:
@@ -171,6 +175,8 @@ def main(job: str, rank: str) -> str:
                 say(f"rank {rank} is in a call of a library, such as a collective, and stops when that returns")
             while not select.select([listener], [], [], 0.5)[0]:
                 os.kill(pid, 0)
+                if has_ended(0):
+                    return ""
             sock, _ = listener.accept()
         except ProcessLookupError:
             return f"rank {rank} has ended"
@@ -181,6 +187,20 @@ def main(job: str, rank: str) -> str:
             return f"another process than rank {rank} has answered"
         relay(sock)
     return ""
+
+
+def listens(path: str) -> bool:
+    """Whether a process listens on a Unix socket."""
+    with open("/proc/net/unix") as sockets:
+        return any(line.rstrip("\n").endswith(f" {path}") for line in sockets)
+
+
+def has_ended(descriptor: int) -> bool:
+    """Whether a pipe or a terminal has no other end, and nothing left to read."""
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    found = dict(poll.poll(0)).get(descriptor, 0)
+    return bool(found & select.POLLHUP) and not found & select.POLLIN
 
 
 def relay(sock: socket.socket) -> None:

@@ -35,16 +35,24 @@ def load(n):
 for n in range(4):
     print("step", n, load(n), flush=True)
 """
+BUSY = """
+import hashlib
+
+print("begins", flush=True)
+hashlib.pbkdf2_hmac("sha256", b"", b"", 1 << 30)  # not interrupted by a signal
+"""
 WARM = ("--set", "preload=[colorsys]")  # so that workers are forked
 FIRST = r"^> \S+loop\.py\(\d+\)\w+\(\)\n-> "
 
 
 class Debugger:
-    """`orchestrate debug`, with a pipe as its terminal."""
+    """`orchestrate debug`, with a pipe as its input and output, or a terminal that ends with the process."""
 
-    def __init__(self, cli, *options: str) -> None:
+    def __init__(self, cli, *options: str, terminal: bool = False) -> None:
         env = cli.env | {"PYTHONUNBUFFERED": "1"}
         command = [sys.executable, "-m", "orchestrate", "debug", *options]
+        if terminal:
+            command = [sys.executable, "-c", "import pty, sys; pty.spawn(sys.argv[1:])", *command]
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(command, cwd=cli.folder, env=env, stdin=pipe, stdout=pipe, stderr=pipe)
         self.said = ""
@@ -125,6 +133,32 @@ def test_a_rank_must_go_on_however_the_debugger_ends(cli, job, how):
     again = Debugger(cli, "--rank", "0")
     again.prompt()
     assert again.end("q")[0] == 0
+
+
+@pytest.mark.each_engine
+def test_a_rank_must_go_on_if_the_terminal_of_its_debugger_is_closed(cli, job):
+    one = Debugger(cli, "--rank", "0", terminal=True)
+    one.prompt()
+    one.ask("b load")
+    before = steps(cli, 0)
+    one.process.kill()
+    one.process.communicate()
+    eventually(lambda: steps(cli, 0) > before + 5)
+
+
+def test_a_second_debugger_must_not_take_the_place_of_one_that_waits(cli):
+    (cli.folder / "busy.py").write_text(BUSY)
+    process = cli.start("run", "--engine", "process", "--gpus", "none", "--trainers", "0", *WARM, "--", "busy.py")
+    cli.wait_for("begins", 0)
+    first = Debugger(cli)
+    for line in not_none(first.process.stderr):
+        if b"in a call of a library" in line:
+            break
+    second = cli("debug")
+    assert (second.returncode, second.stderr.splitlines()[-1]) == (1, "rank 0 is being debugged")
+    assert first.end()[0] == 0  # by the end of its input, although the worker has not answered
+    assert cli("stop", cli.run_dir().name).returncode == 0
+    process.communicate(timeout=60)
 
 
 @pytest.mark.any_engine

@@ -33,8 +33,8 @@ def run(args: argparse.Namespace) -> int:
     if not run_dir.ended(paths) and args.rank in range(len(plan.workers)):  # else `beside` reports it
         _explain(args.rank, alone=len(plan.workers) == 1)
     args.node = None
-    with debugging.held(paths):
-        return execution.beside(args, command, terminal=sys.stdin.isatty())
+    with debugging.held(paths):  # without a terminal in a container, which would outlive this one
+        return execution.beside(args, command, terminal=False)
 
 
 def _explain(rank: int, alone: bool) -> None:
