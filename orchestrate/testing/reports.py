@@ -14,6 +14,7 @@ from orchestrate.supervise.stacks import grouped, position
 
 PHASES, OUTCOMES = ("setup", "call", "teardown"), ("passed", "failed", "skipped")
 MAX_WARNINGS = 100  # of a test on one rank
+MAX_DEPTH = 50  # of lists and dictionaries in a result; a worker of xdist sends it on
 MAX_TEXT = 200  # characters that are shown of another rank's error
 UNEXPECTED = "[XPASS(strict)]"
 
@@ -64,13 +65,14 @@ def _warned(data: list[Any]) -> Warned:
     return Warned(category, str(text), str(file), int(number), str(line))
 
 
-def _cleaned(value: Any) -> Any:
-    """Return what a rank has written without control characters, except those of colors."""
+def _cleaned(value: Any, depth: int = 0) -> Any:
+    """Return what a rank has written without control characters, except those of colors, and without surrogates."""
+    assert depth < MAX_DEPTH
     if isinstance(value, str):
-        return console.clean(value, colors=True)
+        return console.clean(value, colors=True).encode(errors="replace").decode()
     if isinstance(value, dict):
-        return {key: _cleaned(each) for key, each in value.items()}
-    return [_cleaned(each) for each in value] if isinstance(value, list) else value
+        return {_cleaned(key): _cleaned(each, depth + 1) for key, each in value.items()}
+    return [_cleaned(each, depth + 1) for each in value] if isinstance(value, list) else value
 
 
 def _checked(report: Any) -> pytest.TestReport:

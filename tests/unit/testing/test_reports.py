@@ -126,6 +126,17 @@ def test_the_name_and_place_of_a_test_must_not_be_what_a_rank_says(request):
     assert {*report.keywords} == {*request.node.keywords}
 
 
+def test_what_xdist_could_not_send_on_must_be_replaced_or_refused():
+    odd = {"user_properties": [["a\ud800", {"b\ud800": "c\ud800"}]], "d\ud800": 1}
+    report = reports.read(GOOD | {"reports": [REPORT | odd]}, loaded).reports["call"]
+    json.dumps(vars(report), ensure_ascii=False).encode()
+    deep: list = []
+    for _ in range(60):
+        deep = [deep]
+    with pytest.raises(ValueError):
+        reports.read(GOOD | {"reports": [REPORT | {"user_properties": [["a", deep]]}]}, loaded)
+
+
 def test_control_characters_must_be_removed_except_colors():
     texts = {"longrepr": "\x1b]0;title\x07\x1b[2Ja\r", "sections": [["Captured\x1b[5n", "\x1b[31mred\x1b[0m\b"]]}
     report = reports.read(GOOD | {"reports": [REPORT | texts]}, loaded).reports["call"]
