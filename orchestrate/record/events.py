@@ -32,8 +32,10 @@ class SupervisorStarted(Event):
     """A supervisor has started, or taken over from another one; the first event of each supervisor."""
 
     job_id: str
-    version: Number = VERSION
     prepared: Time = 0.0  # seconds that the command took before: it may have built an image, or tested the GPUs
+    boot: str = ""  # identifies the start of this machine's kernel; empty if unknown
+    monotonic: Time = 0.0  # seconds of the clock of that name, which does not change with the time of day
+    version: Number = VERSION
 
 
 class JobResumed(Event):

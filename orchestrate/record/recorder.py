@@ -64,8 +64,19 @@ def _elapsed(events: list[Event], clock: Clock) -> float:
     """Seconds since the start of a job with these events."""
     if not events or isinstance(events[-1], JobEnded):
         return events[-1].seconds if events else 0.0
-    start = next((event for event in reversed(events) if isinstance(event, JobResumed)), events[0])
-    return start.seconds + max(0.0, clock.time() - start.time)
+    start = next((event for event in reversed(events) if isinstance(event, JobResumed | SupervisorStarted)), events[0])
+    if isinstance(start, SupervisorStarted) and start.boot and start.boot == boot():
+        passed = clock.monotonic() - start.monotonic
+    else:
+        passed = clock.time() - start.time
+    return max(events[-1].seconds, start.seconds + passed)
+
+
+def boot() -> str:
+    """Return what identifies the start of this machine's kernel; empty if that is unknown."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return ""
 
 
 class Recorder:

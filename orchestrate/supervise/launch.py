@@ -25,7 +25,7 @@ from orchestrate.record.events import OURS, Event, GenerationStarted, JobEnded, 
 from orchestrate.record.history import History
 from orchestrate.record.outcomes import JobResult, Outcome
 from orchestrate.record.paths import JobPaths
-from orchestrate.record.recorder import Recorder
+from orchestrate.record.recorder import Recorder, boot
 from orchestrate.spec.redact import Mask
 from orchestrate.spec.spec import JobSpec
 from orchestrate.supervise.context import JobContext
@@ -79,7 +79,7 @@ def supervise(
             emit = recorder(paths, show_event, hide=hide)
             removed = _check_end(paths, plan, emit)
             stack.enter_context(_reserve(paths))
-            emit(SupervisorStarted(plan.job_id, prepared=round(prepared, 3)))
+            emit(SupervisorStarted(plan.job_id, round(prepared, 3), boot(), round(emit.clock.monotonic(), 3)))
             job = JobContext(
                 spec=spec,
                 stored_plan=plan,

@@ -64,9 +64,9 @@ def decide(spec: JobSpec, history: Sequence[GenerationResult], search: Search) -
     counted = [
         ended
         for ended in failures
-        if last.time - ended.time < spec.restart_window and action(spec.rules, ended, search) == "count"
+        if abs(last.time - ended.time) < spec.restart_window and action(spec.rules, ended, search) == "count"
     ]
-    lately = [ended for ended in relevant if last.time - ended.time < HOUR]
+    lately = [ended for ended in relevant if abs(last.time - ended.time) < HOUR]  # the clock may have been set back
     if last_action == "count" and len(counted) > spec.max_restarts:
         return Decision(False, f"max_restarts is {spec.max_restarts}")
     if last_action == "ignore" and len(lately) > MAX_AN_HOUR:

@@ -13,7 +13,7 @@ from support.scripted import Clock
 from orchestrate.record import events
 from orchestrate.record.history import History
 from orchestrate.record.outcomes import Cause, JobResult, Outcome, Use
-from orchestrate.record.recorder import Recorder, objects
+from orchestrate.record.recorder import Recorder, boot, objects
 from orchestrate.spec.causes import Reason
 from orchestrate.spec.redact import Mask
 
@@ -69,6 +69,21 @@ def test_the_time_between_the_end_of_a_job_and_its_resumption_must_not_count(pat
         emit.close()
         clock.sleep(later)
     assert [event["seconds"] for event in kept(path)] == [0.0, 10.0, 10.0, 20.0, 20.0, 21.0]
+
+
+@pytest.mark.parametrize("moved", [86_400.0, -86_400.0])
+def test_a_change_of_the_time_of_day_must_not_change_the_seconds_of_a_job(path, clock, moved, monkeypatch):
+    first = Recorder(path, clock=clock)
+    first(events.SupervisorStarted("j", boot=boot(), monotonic=clock.monotonic()))
+    clock.sleep(10)
+    first(events.EngineBack())
+    first.close()
+    clock.sleep(5)
+    monkeypatch.setattr(clock, "time", lambda: clock.now + moved)
+    assert boot() and Recorder(path, clock=clock).seconds() == 15.0
+    line = json.loads(path.read_text().splitlines()[0]) | {"boot": "of another machine"}
+    path.write_text("".join([json.dumps(line) + "\n", *path.read_text().splitlines(keepends=True)[1:]]))
+    assert Recorder(path, clock=clock).seconds() == max(10.0, 15.0 + moved)
 
 
 def test_a_clock_that_was_set_back_must_not_give_negative_seconds(path, clock):
@@ -242,6 +257,7 @@ def test_what_another_supervisor_needs_must_be_kept_even_if_secrets_have_the_sam
         ("worker_ended", {"known": "bad luck"}, "known must not be 'bad luck'"),
         ("worker_ended", {"stopping": 1}, "stopping must not be 1"),
         ("worker_ended", {"time": float("nan")}, "time must be a number of seconds"),
+        ("worker_ended", {"time": 10**400}, "time must be a number of seconds"),
         ("hang_found", {"states": {"x": "S"}}, "states must have numbers as names"),
         ("hang_found", {"states": {"1": 2}}, "states of '1' must not be 2"),
         ("hang_found", {"states": ["S"]}, "states must not be \\['S'\\]"),

@@ -40,6 +40,13 @@ def test_restarts_before_the_window_must_not_count():
     assert decide(JobSpec(restart_window=3600), at_its_edge) == Decision(True, "restart 2 of 3")
 
 
+def test_a_clock_that_was_set_back_must_not_bring_failures_into_the_window():
+    history = [failure(number, time=90_000.0 - 1000 * number) for number in range(4)]
+    assert decide(JobSpec(restart_window=60), history) == Decision(True, "restart 1 of 3")
+    history = [failure(number, time=90_000.0 - number) for number in range(4)]
+    assert decide(JobSpec(restart_window=60), history) == Decision(False, "max_restarts is 3")
+
+
 def test_a_job_that_always_claims_progress_must_not_restart_for_ever():
     often = [failure(number, "terminated", time=35.9 * number) for number in range(101)]
     assert decide(JobSpec(), often[:100]).restart
