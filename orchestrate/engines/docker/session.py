@@ -288,7 +288,8 @@ class DockerSession(ClientSession):
         if container.status == "running" and self.env["NODE_SOCKETS"]:
 
             def comes() -> bool:
-                return not self.stopped() and self.daemon.started_recently(container, LISTEN_TIMEOUT)
+                there = self.sockets.is_dir()  # else the run directory was removed
+                return there and not self.stopped() and self.daemon.started_recently(container, LISTEN_TIMEOUT)
 
             with contextlib.suppress(OSError, EngineError):
                 return sockets.connect(self.sockets / str(container.short_id), self.key, comes)

@@ -11,6 +11,7 @@ from pathlib import Path
 from orchestrate.errors import EngineError
 from orchestrate.files.folder import MAX_DEPTH, Folder
 from orchestrate.node.files import Facts
+from orchestrate.node.trees import opened
 
 NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 MAX_PATH = os.pathconf("/", "PC_PATH_MAX")  # bytes of a path, including the terminating null
@@ -25,16 +26,25 @@ class Fetch:
         self.below, _, self.name = path.rpartition("/")
         self.temporary = _hidden(self.name, node)
         self.offset = 0  # of the next piece
+        self.changed = False  # whether the original has changed meanwhile
         with run_dir.opened(self.below, make=True) as folder:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self.temporary, dir_fd=folder)
             self.file = os.fdopen(os.open(self.temporary, NEW, 0o666, dir_fd=folder), "wb")
+
+    def goes_on(self, facts: Facts | None) -> bool:
+        """Whether the original with these facts may have the same beginning: it has only grown, as a log does."""
+        self.changed = self.changed or facts != self.told
+        return facts is not None and facts[2] == self.told[2] and facts[0] >= self.told[0]
 
     def write(self, data: bytes, offset: int) -> bool:
         """Write the next piece, after a hole if there is one; return whether it is the last.
 
         Raises OSError, and EngineError for bytes at a wrong offset.
         """
+        if self.changed:  # what it has had at first
+            offset = min(offset, self.told[0])
+            data = data[: self.told[0] - offset]
         if not self.offset <= offset <= offset + len(data) <= max(offset, self.told[0]):
             raise EngineError("the node sent bytes at a wrong offset")
         self.file.seek(offset)
@@ -42,9 +52,16 @@ class Fetch:
         self.offset = offset + len(data)
         return not data or self.offset == self.told[0]  # the rest is a hole
 
-    def keep(self) -> None:
-        """Move the file to its place, with the modification time and executable bit of the original; raises OSError."""
+    def keep(self) -> bool:
+        """Move the file to its place, with the modification time and executable bit of the original; raises OSError.
+
+        Returns False for an original that has changed, unless this adds to the file that is there: one that is written
+        anew could be a mixture of both.
+        """
         self.file.truncate(self.told[0])
+        if self.changed and not self._adds():
+            self.drop()
+            return False
         number = self.file.fileno()
         if self.told[3] & 0o100:
             mode = os.fstat(number).st_mode
@@ -54,6 +71,21 @@ class Fetch:
         self.file.close()
         with self.run_dir.opened(self.below) as folder:
             os.replace(self.temporary, self.name, src_dir_fd=folder, dst_dir_fd=folder)
+        return True
+
+    def _adds(self) -> bool:
+        """Whether the file begins with all that is in its place; raises OSError."""
+        self.file.flush()
+        with self.run_dir.opened(self.below) as folder:
+            try:
+                there = open(opened(self.name, folder=folder), "rb")  # noqa: SIM115 (closed below)
+            except FileNotFoundError:
+                return True
+            with there, open(opened(self.temporary, folder=folder), "rb") as here:
+                while piece := there.read(1 << 20):
+                    if here.read(len(piece)) != piece:
+                        return False
+        return True
 
     def drop(self) -> None:
         """Remove the hidden file."""

@@ -118,6 +118,7 @@ class SwarmSession(ClientSession):
         self.swarm.prepare()
         self.swarm.connect()
         self._update_nodes()
+        self.have_code |= {self._task_id(worker.node) for worker in plan.workers}
         self._start_sync(plan.workers)  # first: nodes may have files though they do not respond now
         return self.clients.adopt(plan)
 

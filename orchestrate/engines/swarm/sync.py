@@ -251,7 +251,7 @@ class FileSync:
                     if self._owns(node, path):  # copied by an earlier supervisor
                         node.files[path] = facts
         due = node.due = set(wanted) if node.due is None else node.due & wanted.keys()
-        if node.fetching and wanted.get(node.fetching.path) != node.fetching.told:  # changed or removed meanwhile
+        if node.fetching and not node.fetching.goes_on(wanted.get(node.fetching.path)):
             node.drop()
         if node.fetching:
             del wanted[node.fetching.path]
@@ -281,15 +281,14 @@ class FileSync:
         """Fetch the next piece of a file; return whether the attempt has ended."""
         assert node.link
         piece = node.link.converse(protocol.Read(self.folder, fetch.path, fetch.offset), protocol.Piece)
-        if piece.facts != fetch.told:  # changed meanwhile; the next round fetches it again
+        if not fetch.goes_on(piece.facts):  # the next round fetches it again
             return True
         self.moved += len(piece.data)
         if not fetch.write(base64.b64decode(piece.data), piece.offset):
             return False
         self.moved += STALL_BYTES
         with self.owners.lock:
-            if self._owns(node, fetch.path):
-                fetch.keep()
+            if self._owns(node, fetch.path) and fetch.keep():
                 node.files[fetch.path] = fetch.told
         return True
 

@@ -50,6 +50,29 @@ def test_a_file_that_is_replaced_while_it_is_fetched_must_be_copied_in_its_new_v
     assert [path.name for path in folder.iterdir()] == ["state.pt"]  # and no partial file
 
 
+@pytest.mark.parametrize("here", [b"", b"1" * 10, b"0" * 10])
+def test_a_file_that_always_grows_must_be_copied_but_not_a_mixture_of_an_old_one_and_a_new_one(folder, synced, here):
+    node = FakeNode()
+    node.files = {"log": b"1" * (PIECE + 1)}
+    if here:
+        (folder / "log").write_bytes(here)
+    converse = node.converse
+
+    def growing(request: Any, answer: type, **_: object) -> Any:
+        found = converse(request, answer)
+        if isinstance(request, protocol.Read):
+            node.files["log"], node.times["log"] = node.files["log"] + b"1", node.times.get("log", 1) + 1
+            found = found._replace(facts=node.facts("log"))
+        return found
+
+    node.converse = growing
+    sync = synced(master=node)
+    for _ in range(2):
+        assert sync.catch_up(20) and not sync.errors
+    copied = (folder / "log").read_bytes()
+    assert copied == here if here[:1] == b"0" else len(copied) > PIECE and {*copied} == {ord("1")}
+
+
 def test_what_was_written_last_must_be_copied_last(folder, synced):
     """For example, a manifest after the data that it names: the node may be lost at any moment."""
     node = FakeNode()
