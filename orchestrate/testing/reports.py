@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -123,8 +124,10 @@ def merged(item: pytest.Item, ran: Mapping[int, Ran], missing: Mapping[int, str]
 def warned(ran: Mapping[int, Ran]) -> Iterator[warnings.WarningMessage]:
     """Return the warnings of ranks, equal ones once."""
     for each in dict.fromkeys(each for one in ran.values() for each in one.warnings):
-        category = type(each.category, (Warning,), {})
-        yield warnings.WarningMessage(category(each.text), category, each.file, each.number, line=each.line)
+        kind, text = getattr(builtins, each.category, None), each.text
+        if not (isinstance(kind, type) and issubclass(kind, Warning)):  # xdist looks for it in its module
+            kind, text = UserWarning, f"{each.category}: {text}"
+        yield warnings.WarningMessage(kind(text), kind, each.file, each.number, line=each.line)
 
 
 def _choose(here: Mapping[int, pytest.TestReport], ends: Mapping[int, float]) -> int:

@@ -297,12 +297,13 @@ def test_suites_that_treat_warnings_as_errors_must_pass(small):
     assert "2 passed" in out and "Warning" not in out, out
 
 
-def test_warnings_of_ranks_must_be_in_the_summary_once_for_all_ranks(small):
+@pytest.mark.parametrize("options", [[], ["-n", "1"]])
+def test_warnings_of_ranks_must_be_in_the_summary_once_for_all_ranks(small, options):
     (small.folder / "test_it.py").write_text(
         "import warnings, pytest\n\n@pytest.mark.nodes(2)\ndef test_it(rank):\n"
         "    warnings.warn('of all')\n    if rank == 1:\n        warnings.warn('of one', DeprecationWarning)\n"
     )
-    out = small("-W", "default")
+    out = small("-W", "default", *options)
     assert "1 passed, 2 warnings in" in out
     assert re.search(
         r"test_it.py::test_it\n +\S+/test_it.py:5: UserWarning: of all\n +warnings.warn\('of all'\)\n", out
