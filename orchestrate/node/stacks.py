@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from orchestrate.node.protocol import MAX_STACK, SILENT, STARTING, UNABLE
+from orchestrate.node.warm import fields
 
 if TYPE_CHECKING:
     from orchestrate.node.traffic import Timers
@@ -18,7 +20,8 @@ if TYPE_CHECKING:
 SHOW_STACK, FAR = 46, 1000  # as in zygote.py
 HEAD = b"Stack (most recent call first):\n"  # of Python's fault handler, for one thread
 LOOK, MAX_LOOKS = 0.02, 100  # seconds between two looks at what a worker has written, and their number
-MAX_CHILDREN = 32  # processes of a worker that are asked
+MAX_CHILDREN, CHILD_LOOKS = 32, 10  # processes of a worker that are asked, and looks for the answer of each
+YOUNG = 2.0  # seconds after its start in which a child may be about to become another program, which the signal ends
 Tell = Callable[[int, str, str], None]  # gets rank and stack of a worker, or why there is none
 
 
@@ -45,10 +48,15 @@ class Stack:
             return False
         return True
 
-    def inherited(self, pid: int) -> bool:
-        """Whether a process has this file from the worker: another program may use the signal for something else."""
-        with contextlib.suppress(OSError):
-            return os.path.samestat(os.stat(f"/proc/{pid}/fd/{FAR}"), os.fstat(self.file))
+    def ask_child(self, pid: int) -> bool:
+        """Let a process that has this file from the worker write its stack; return whether it can.
+
+        Another program may use the signal for something else.
+        """
+        with contextlib.suppress(OSError, IndexError, ValueError):
+            age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields(pid)[19]) / os.sysconf("SC_CLK_TCK")
+            same = os.path.samestat(os.stat(f"/proc/{pid}/fd/{FAR}"), os.fstat(self.file))
+            return same and age > YOUNG and self.ask(pid)
         return False
 
     @property
@@ -73,17 +81,19 @@ class _Family:
 
     def __init__(self, stack: Stack, first: int, pids: Sequence[int]) -> None:
         self.stack, self.text, self.size = stack, "", 0
-        self.later = [pid for pid in pids if pid != first and stack.inherited(pid)][:MAX_CHILDREN]
+        self.looks = self.left = MAX_LOOKS  # for the process that was asked, and for all
+        self.later = [pid for pid in pids if pid != first][:MAX_CHILDREN]
         self.asked = stack.ask(first)
 
     def done(self) -> bool:
         """Take what the process that was asked has written, and ask the next one; return whether that was the last."""
         before, self.size = self.size, self.stack.size
-        if not before == self.size > 0:
+        self.looks, self.left = self.looks - 1, self.left - 1
+        if min(self.looks, self.left) > 0 and not before == self.size > 0:
             return False
-        self.text, self.size = self.text + self.stack.text(), 0
-        while self.later:
-            if self.stack.ask(self.later.pop(0)):
+        self.text, self.size, self.looks = self.text + self.stack.text(), 0, CHILD_LOOKS
+        while self.text and self.later and self.left > 0:
+            if self.stack.ask_child(self.later.pop(0)):
                 return False
         return True
 
@@ -99,12 +109,12 @@ def collect(loop: Timers, workers: Mapping[int, tuple[int, Sequence[int], Stack 
     for rank in workers.keys() - families.keys():
         tell(rank, "", UNABLE if workers[rank][0] else STARTING)
 
-    def look(count: int) -> None:
+    def look() -> None:
         for rank, family in list(families.items()):
-            if family.done() or count == MAX_LOOKS:
+            if family.done():
                 del families[rank]
                 tell(rank, family.text[:MAX_STACK], "" if family.text else SILENT)
         if families:
-            loop.after(LOOK, lambda: look(count + 1))
+            loop.after(LOOK, look)
 
-    loop.after(LOOK, lambda: look(1))
+    loop.after(LOOK, look)

@@ -17,6 +17,7 @@ STATES = {
     "D": "waits for disk or network file system I/O",
 }
 FROZEN = ("T", "t")
+MAX_PLACES = 3  # of child processes that are named
 STUCK = "failed, but its threads or child processes kept it from exiting"  # a worker for which `has_failed`
 
 
@@ -64,9 +65,9 @@ def _others(stands: Mapping[int, Position | None], rank: int) -> str:
 
 
 def child(stacks: str) -> str:
-    """Return, as the end of a sentence, where a child process is, from the stacks of a worker; empty without one."""
-    found = [place for place in map(position, processes(stacks)[1]) if place]
-    return f"; a child process of it is at {found[0].where}" if found else ""
+    """Return, as the end of a sentence, where child processes are, from the stacks of a worker; empty without one."""
+    found = [*dict.fromkeys(place.where for place in map(position, processes(stacks)[1]) if place)][:MAX_PLACES]
+    return f"; {'child processes' if found[1:] else 'a child process'} of it: at {' and '.join(found)}" if found else ""
 
 
 class HangDetector:

@@ -85,4 +85,4 @@ def test_a_child_process_that_does_not_load_its_data_must_be_named_by_stacks_and
     assert job.end() == 1
     summary = ready.report()["failures"][0]["summary"]
     assert re.search(r"rank 1 on trainer-1 never arrived: it is at \S*images.py:\d+ in <module>; ", summary)
-    assert re.search(r"; a child process of it is at \S*images.py:1[56] in __getitem__", summary)
+    assert re.search(r"; a child process of it: at \S*images.py:1[56] in __getitem__", summary)
