@@ -81,6 +81,9 @@ class Gang:
         self.running: dict[int, str] = {}  # rank: the name of its node
         self.server = socket.create_server(("", JOIN_PORT), backlog=128)
         serve(self.loop, self.server, self.accept)
+        numbers = {int(name.rpartition("-")[2]) for name in self.names.values()}
+        if missing := [f"trainer-{each}" for each in range(1, max(numbers, default=0)) if each not in numbers]:
+            print_message(f"training without {', '.join(missing[:8])}: ended before the others have joined, or removed")
         self.settle()
 
     def accept(self, connection: socket.socket, other: tuple[str, int]) -> None:
@@ -188,6 +191,9 @@ class Trainer:
     def receive(self, message: Any) -> None:
         """Handle the master's message: workers to start, a stop, or (None) its end; raises Refused for others."""
         if message is None:
+            if not self.started:
+                print_message("error: the master has closed the connection: its job has started without this trainer")
+                self.codes.append(1)
             self.loop.stop(end=True)
         elif message.get("say") == "refused":
             print_message(f"error: the master refused this trainer: {shown(str(message.get('error')))}")
