@@ -3,7 +3,8 @@
 OrchestrateError          1
 ├── UsageError            2   invalid command line or job file
 ├── EngineError           3   the engine does not respond, or refuses a request
-│   └── EngineLost        3   the engine does not respond at all
+│   ├── EngineLost        3   the engine does not respond at all
+│   └── AllocationLost    3   a scheduler's allocation has too few machines left; another one may have enough
 ├── StorageError          3   the object store refuses a request, or has no intact copy
 │   └── StorageLost       3   the object store does not respond; it may come back
 │       └── StorageBusy   3   the object store responds, but is overloaded or fails
@@ -47,6 +48,10 @@ class EngineError(OrchestrateError):
 
 class EngineLost(EngineError):
     """The engine does not respond at all; it may come back."""
+
+
+class AllocationLost(EngineError):
+    """The allocation of a scheduler has too few machines left; another one may have enough."""
 
 
 class StorageError(OrchestrateError):

@@ -41,7 +41,7 @@ if importlib.util.find_spec("docker"):
 TESTS = Path(__file__).parent
 BY_FILE = ("unit", "app", "project", "benchmarks")  # tests of a file in one pytest process, which imports torch once
 # Expensive fixtures, and in how many pytest processes each is set up and shared by its tests.
-SHARED = {"hosts": 1, "single": 1, "kept": 1, "slurm_image": 1, "looked_at": 1}
+SHARED = {"hosts": 1, "single": 1, "kept": 1, "machines": 1, "looked_at": 1}
 
 
 def pytest_addoption(parser):

@@ -91,13 +91,13 @@ class Cluster:
 
     def user(self) -> str:
         """Return the job that uses the cluster, or `a job` if unknown, with its supervisor; empty if it is idle."""
-        if supervisor := lock.holder(self.paths):
+        if supervisor := lock.supervisor(self.paths):
             return f"{self.busy_with() or 'a job'} ({supervisor})"
         return ""
 
     def busy_with(self) -> str:
         """Return the name of the job that is supervised on it; empty if there is none, or not yet."""
-        return next((paths.root.name for paths in self.jobs() if lock.holder(paths)), "")
+        return next((paths.root.name for paths in self.jobs() if lock.supervisor(paths)), "")
 
     @property
     def private(self) -> bool:
@@ -193,6 +193,8 @@ def bring_up(
 
 def start(engine: Engine, spec: JobSpec, runs: Path, private: bool = False) -> tuple[Cluster, bool]:
     """Create a cluster as `bring_up`; also return whether its nodes have imported what jobs need, in time."""
+    if spec.engine == "slurm":
+        raise UsageError("nodes of Slurm do not stay up after a job", "run a job: its nodes start in its allocation")
     stores.prepare(spec)
     phase(f"starting {pluralize(spec.trainers + 1 + spec.spares, 'node')}")
     with contextlib.ExitStack() as held:
@@ -268,7 +270,7 @@ def take_down(engine: Engine, cluster: Cluster, grace: float) -> None:
     """
     with locked(cluster.paths):
         for job in cluster.jobs():
-            if lock.holder(job):  # it is about to take the cluster
+            if lock.supervisor(job):  # it is about to take the cluster
                 name = job.root.name
                 raise InUse(f"{cluster.name} is in use by {name}", f"python -m orchestrate stop {name}")
         _remove(engine, cluster, grace)

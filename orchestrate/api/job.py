@@ -114,7 +114,7 @@ class Job:
         """
         until = time.monotonic() + timeout if timeout is not None else float("inf")
         while not (data := run_dir.ended(self._paths)):
-            if not lock.holder(self._paths) and not run_dir.ended(self._paths):
+            if not lock.supervisor(self._paths) and not run_dir.ended(self._paths):
                 run_dir.unsupervised(self._paths)
             if time.monotonic() > until:
                 raise TimeoutError(f"{self.id} is still running after {timeout:g} s")
@@ -202,7 +202,7 @@ class Cluster:
         with self._turn:
             until = time.monotonic() + ENDING
             while jobs := self._made.jobs():
-                if lock.holder(self._made.paths):
+                if lock.supervisor(self._made.paths):
                     until = time.monotonic() + ENDING
                 elif time.monotonic() > until:
                     run_dir.unsupervised(jobs[0])
@@ -215,7 +215,7 @@ class Cluster:
             return
         for paths in self._made.jobs():
             Job(paths.root).stop()
-        while lock.holder(self._made.paths):  # the supervisor of a job that has just ended
+        while lock.supervisor(self._made.paths):  # the supervisor of a job that has just ended
             time.sleep(INTERVAL)
         clusters.take_down(self._engine, self._made, grace=30)
 

@@ -89,7 +89,15 @@ def planned(spec: JobSpec, runs: Path) -> Plan:
 
 
 def start_supervisor(paths: JobPaths, bound: bool = False) -> None:
-    """Start a supervisor in the background, and return once it has the job; if `bound`, it stops with this process."""
+    """Start a supervisor in the background, and return once it has the job; if `bound`, it stops with this process.
+
+    With Slurm, the job is submitted instead. Raises OrchestrateError if that fails.
+    """
+    spec, plan = run_dir.load(paths)
+    if plan.engine == "slurm":
+        from orchestrate.api.submit import submit
+
+        return submit(spec, plan, paths)
     safe = ["-I"] if sys.flags.isolated else ["-P"] if getattr(sys.flags, "safe_path", False) else []
     command = [sys.executable, *safe, "-m", "orchestrate", "attach", paths.root.name, "--runs", str(paths.root.parent)]
     command += ["--until-eof"] * bound
@@ -106,7 +114,7 @@ def start_supervisor(paths: JobPaths, bound: bool = False) -> None:
         _bound.append(child.stdin)
     threading.Thread(target=_reap, args=(child,), daemon=True).start()
     try:
-        while not lock.holder(paths) and not run_dir.ended(paths) and child.poll() is None:
+        while not lock.supervisor(paths) and not run_dir.ended(paths) and child.poll() is None:
             time.sleep(0.02)
     except BaseException:  # Ctrl-C
         if child.stdin:

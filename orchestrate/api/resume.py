@@ -77,7 +77,7 @@ def check(paths: JobPaths) -> Plan:
     name, data = paths.root.name, run_dir.ended(paths)
     records.need(paths.root)
     if not data:
-        state = f"is supervised by {supervisor}" if (supervisor := lock.holder(paths)) else "has no supervisor"
+        state = f"is supervised by {supervisor}" if (supervisor := lock.supervisor(paths)) else "has no supervisor"
         raise UsageError(f"{name} has not ended: it {state}", f"python -m orchestrate attach {name}")
     if data["outcome"] == Outcome.SUCCEEDED:
         raise UsageError(f"{name} has succeeded", "start a new job; its script can load the checkpoints of this one")
@@ -85,7 +85,7 @@ def check(paths: JobPaths) -> Plan:
         raise UsageError(f"not all nodes of {name} were removed", f"python -m orchestrate stop {name}")
     spec, last = run_dir.load(paths)
     user, owner = users.nodes_of(spec.user), paths.shared.stat().st_uid
-    if last.engine != "process" and user and user[0] != owner:  # who could not write to the job folder
+    if last.contained and user and user[0] != owner:  # who could not write to the job folder
         raise UsageError(
             f"the files of {name} belong to user {owner}, but its nodes would run as user {user[0]}",
             "resume it as it was started: with or without sudo",

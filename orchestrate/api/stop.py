@@ -40,7 +40,7 @@ def stop(
     name = paths.root.name
     resources, data = removal.resources(engines, name), run_dir.ended(paths)
     left = data and data["left_behind"] and paths.cluster  # its files are still on nodes of a cluster
-    if data and not left and not resources and not lock.holder(paths):
+    if data and not left and not resources and not lock.supervisor(paths):
         return False
     ask(paths, clock)
     resources = removal.resources(engines, name)
@@ -56,7 +56,7 @@ def stop(
 def ask(paths: JobPaths, clock: Clock = SYSTEM) -> None:
     """Ask a job's supervisor to stop it, and return once it has no supervisor."""
     attempts = 0
-    while supervisor := lock.holder(paths):
+    while supervisor := lock.supervisor(paths):
         if not supervisor.ask_to_stop():  # it is just starting or exiting
             attempts += 1
             if attempts > MAX_STOP_ATTEMPTS:
@@ -68,7 +68,7 @@ def ask(paths: JobPaths, clock: Clock = SYSTEM) -> None:
             clock.sleep(0.1)
             continue
         print_message(f"asking the supervisor of {paths.root.name} to stop")
-        while lock.holder(paths) == supervisor:
+        while lock.supervisor(paths) == supervisor:
             clock.sleep(0.1)
 
 

@@ -47,17 +47,17 @@ def current(runs: Path) -> Iterator[Listed]:
     shown = set()
     for engine in choice.available_engines():
         for state in engine.jobs():
-            busy = lock.holder(state.paths)
+            busy = lock.supervisor(state.paths)
             status = _of_cluster(state, engine, busy) if state.cluster else "running" if busy else _without(state)
             shown.add(state.job_id)
             facts = (state.job_id, state.engine, state.nodes, status, state.paths.root, created_at(state.paths))
             yield Listed(*facts, metrics=_metrics(state.paths))
             for paths in run_dir.on_cluster(state.paths.root.parent, state.job_id) if state.cluster else ():
-                if (holder := lock.holder(paths)) or not os.path.lexists(paths.report):
+                if (holder := lock.supervisor(paths)) or not os.path.lexists(paths.report):
                     shown.add(paths.root.name)
                     yield from _supervised(paths, f"{'running' if holder else 'no supervisor,'} on {state.job_id}")
     for folder in job_folders(runs, since=time.time() - STILL_SUPERVISED):
-        if folder.name not in shown and lock.holder(JobPaths(folder)):
+        if folder.name not in shown and lock.supervisor(JobPaths(folder)):
             yield from _supervised(JobPaths(folder), "running")
 
 

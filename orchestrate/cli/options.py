@@ -19,7 +19,7 @@ FLAGS = {  # job file keys that are also options, with their metavars
     "trainers": "N",
     "nproc_per_node": "N",
     "gpus": "auto|all|none|N",
-    "engine": "auto|docker|process|swarm",
+    "engine": "auto|docker|process|swarm|slurm",
     "image": "NAME",
     "dockerfile": "DIR",
     "requirements": "FILE",

@@ -7,9 +7,14 @@ import contextlib
 from collections.abc import Iterator
 
 from orchestrate import console, errors
+from orchestrate.clock import Clock
 from orchestrate.console import print_message
+from orchestrate.host import slurm
 from orchestrate.record import run_dir
+from orchestrate.record.batch import Batch
 from orchestrate.record.paths import JobPaths
+
+WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT")  # states of a job in the queue
 
 
 @contextlib.contextmanager
@@ -31,3 +36,14 @@ def rounds(args: argparse.Namespace, paths: JobPaths) -> Iterator[bool]:
             return
         console.flush()
         args.clock.sleep(0.1)
+
+
+def in_queue(job: Batch, clock: Clock) -> None:
+    """Print why a job waits in the queue of a scheduler, whenever that changes, until it does not wait anymore."""
+    shown = None
+    while (found := slurm.state(job.id)).name in WAITING:
+        if found != shown:
+            shown = found
+            start = f"; expected to start at {found.start}" if found.start[:1].isdigit() else ""
+            print_message(f"{job} is {found.name.lower()} ({found.reason}){start}")
+        clock.sleep(slurm.KEPT)

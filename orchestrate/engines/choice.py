@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from orchestrate.console import print_message
 from orchestrate.engines.swarm import unsupported
 from orchestrate.errors import EngineLost, OrchestrateError, ResourceError
+from orchestrate.host import slurm
 from orchestrate.plan.plan import Plan
 from orchestrate.spec.spec import JobSpec
 
@@ -30,6 +31,8 @@ def select_engine(spec: JobSpec) -> Engine:
     if spec.engine == "swarm":
         unsupported.check(spec)
         return _swarm()
+    if spec.engine == "slurm":
+        return _slurm()
     if spec.engine != "process":
         try:
             return _docker()
@@ -77,12 +80,18 @@ def _swarm() -> Engine:
     return SwarmEngine()
 
 
+def _slurm() -> Engine:
+    from orchestrate.engines.slurm.engine import SlurmEngine
+
+    return SlurmEngine()
+
+
 def available_engines() -> list[Engine]:
     """Return all engines that are available."""
     from orchestrate.engines.process import ProcessEngine
 
     engines: list[Engine] = [ProcessEngine()]
-    for connect in (_swarm, _docker):
+    for connect in (*([_slurm] if slurm.installed() else []), _swarm, _docker):
         with contextlib.suppress(OrchestrateError):
             engines.insert(0, connect())
     return engines

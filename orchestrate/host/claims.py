@@ -64,7 +64,7 @@ def wanted(among: tuple[str, ...], count: int) -> str:
 
 def needs(engine: str, gpus: tuple[str, ...], pin: bool) -> tuple[str, ...]:
     """Return what a job claims of this machine: its GPUs, or the cores if it pins workers to them."""
-    return () if engine == "swarm" else gpus or (CORES,) * pin
+    return () if engine in ("swarm", "slurm") else gpus or (CORES,) * pin
 
 
 def found() -> list[Claim]:

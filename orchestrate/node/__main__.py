@@ -4,7 +4,8 @@ It runs in one of these modes (`NODE_MODE`; by default `static` if `RANK` is set
 
     agent       An orchestrator is in charge. It connects to a Unix socket (`NODE_SOCKET`), which `pipe.py` reaches from
             outside a container; or to one with the host's name in the folder `NODE_SOCKETS`, directly if that
-            folder is mounted; or to TCP port `NODE_PORT` (`N`, or the sum `N+M`). Both sides know `NODE_KEY`, 32 bytes
+            folder is mounted; or to TCP port `NODE_PORT` (`N`, or the sum `N+M`), or any port, which the node writes
+            into the folder `NODE_ADDRESSES`. Both sides know `NODE_KEY`, 32 bytes
             in hexadecimal digits, which no worker gets. The node imports `NODE_PRELOAD` and forks workers from there.
             It ends after `NODE_KEEP` seconds without a job, if set.
     relay       Runs next to the orchestrator of nodes on other machines, and renews their leases; see `lease.py`.

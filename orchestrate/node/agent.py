@@ -52,6 +52,7 @@ class Agent:
         self.listeners: list[Listener] = []
         self.channels: list[Channel] = []  # of clients that have sent a request
         self.alone = False  # whether only this node sees its job folder
+        self.remote = False  # whether this is another machine than the orchestrator's, with its own GPUs and interfaces
         self.files = Files()
         self.lease: Lease | None = None
         self.traffic, self.progress = Traffic(loop, self._pids), StatusServer(loop)
@@ -74,11 +75,12 @@ class Agent:
             print_message(f"ending the node: no job has used it for {keep:g} s")
             self.loop.stop(end=True)
 
-    def listen_tcp(self, port: int) -> None:
-        """Accept requests over TCP; raises OSError."""
-        self.alone = True
+    def listen_tcp(self, port: int, alone: bool = True) -> int:
+        """Accept requests over TCP, on any port if it is 0, and return it; `alone` as above. Raises OSError."""
+        self.alone, self.remote = alone, True
         server = socket.create_server(("", port), backlog=BACKLOG)
         self.listeners.append(Listener(self.loop, server, self.receive, self.key))
+        return int(server.getsockname()[1])
 
     def listen(self, path: str, mode: int = 0o600) -> None:
         """Accept requests over the Unix socket `path`; raises OSError."""
@@ -179,7 +181,7 @@ class Agent:
         if request.filtered and not marked(ROUTES.read_text()):
             return self.report(protocol.Ended(*whose(env), NOT_STARTED, time.time(), "ending", stopping=False))
         check(request.folders or {})
-        self.start(request, local_env(env) if self.alone else env)
+        self.start(request, local_env(env) if self.remote else env)
 
     def start(self, request: protocol.Start, env: Env) -> None:
         """Start a worker, unless its generation is over; a newer generation ends all older workers.
@@ -338,13 +340,16 @@ def serve(path: str, shared: str, port: int, key: bytes, keep: float) -> int:
         warm_up(loop, os.environ.get("NODE_FILTERED") == "1")
     agent = Agent(loop, key)
     # In a container, pipe.py runs as another user; without the key, others get no answer.
-    agent.listen(path, 0o666 if os.getpid() == 1 else 0o600)
+    if path:
+        agent.listen(path, 0o666 if os.getpid() == 1 else 0o600)
     if shared:
         with contextlib.suppress(OSError):
             os.makedirs(os.path.dirname(shared), mode=0o700, exist_ok=True)
             agent.listen(shared)
     if port:
         agent.listen_tcp(port)
+    if folder := os.environ.get("NODE_ADDRESSES"):
+        register(folder, agent.listen_tcp(0, alone=False))
     if keep:
         agent.expire(keep)
     loop.run()
@@ -352,6 +357,20 @@ def serve(path: str, shared: str, port: int, key: bytes, keep: float) -> int:
         with contextlib.suppress(OSError):  # already removed, or replaced by a worker
             os.unlink(each)
     return 0
+
+
+def register(folder: str, port: int) -> None:
+    """Write where this node of a scheduler listens into a folder that all machines share; raises OSError.
+
+    Its name is that of the list in `NODE_NAMES` whose place is the number of this task.
+    """
+    name = os.environ["NODE_NAMES"].split()[int(os.environ["SLURM_PROCID"])]
+    host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+    for variable in [
+        variable for variable in os.environ if variable.startswith("SLURM") and variable != "SLURM_JOB_ID"
+    ]:
+        del os.environ[variable]  # workers are not tasks of Slurm, for which frameworks would take them
+    replace(f"{folder}/{name}", f"{os.environ['NODE_LAUNCH']} {host} {port}\n", 0o600)
 
 
 def warm_up(loop: Loop, filtered: bool) -> None:

@@ -14,13 +14,14 @@ SIOCGIFADDR = 0x8915  # of Linux' netdevice(7)
 
 
 def local_env(env: Env) -> Env:
-    """The complete environment of a worker; its GPUs are those that Swarm has reserved for this node."""
+    """The complete environment of a worker; its GPUs are those that Swarm or Slurm has reserved for this node."""
     found = dict(env)
     if not env.get("GLOO_SOCKET_IFNAME"):
         found["GLOO_SOCKET_IFNAME"] = found["NCCL_SOCKET_IFNAME"] = interface_to(env.get("MASTER_ADDR", ""))
     if env.get("CUDA_VISIBLE_DEVICES"):
         reserved = [value for name, value in sorted(os.environ.items()) if name.startswith("DOCKER_RESOURCE_")]
-        found["CUDA_VISIBLE_DEVICES"] = ",".join(reserved) or env["CUDA_VISIBLE_DEVICES"]
+        own = ",".join(reserved) or os.environ.get("CUDA_VISIBLE_DEVICES")
+        found["CUDA_VISIBLE_DEVICES"] = own or env["CUDA_VISIBLE_DEVICES"]
     return found
 
 

@@ -31,7 +31,7 @@ NODE = re.compile(r"master|trainer-[1-9][0-9]{0,5}")
 class Inventory:
     """Resources that an engine offers to a job."""
 
-    engine: str  # docker, process or swarm
+    engine: str  # docker, process, swarm or slurm
     about: str  # the engine and its version, for display
     cores: tuple[int, ...]  # numbers of the logical cores that may be used; neighbors share caches
     gpus: tuple[str, ...]  # ids of the GPUs that may be used
@@ -102,7 +102,7 @@ class WorkerPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The settings of every node and worker, as plain data."""
+    """The settings of every node and worker."""
 
     job_id: str
     generation: int
@@ -123,6 +123,11 @@ class Plan:
     def engine(self) -> str:
         """The name of the engine."""
         return self.inventory.engine
+
+    @property
+    def contained(self) -> bool:
+        """Whether nodes are containers."""
+        return self.engine in ("docker", "swarm")
 
     @property
     def project(self) -> str:
@@ -159,8 +164,7 @@ class Plan:
         on_gpus = f"on {shared}{note}" if shared else f"NCCL on GPU{note}"
         backend = on_gpus if self.gpus else f"gloo on CPU ({self.reason})"
         # The job may set it, for example to a list for nested parallel regions.
-        threads = self.workers[0].env["OMP_NUM_THREADS"]
-        width = max(map(len, self.nodes))
+        threads, width = self.workers[0].env["OMP_NUM_THREADS"], max(map(len, self.nodes))
         lines = [
             f"job {self.job_id}: {pluralize(len(self.nodes), 'node')} × {pluralize(self.nproc_per_node, 'worker')}, "
             + backend
@@ -203,8 +207,7 @@ def plan(
 
     `port` is where rank 0 listens. Raises ResourceError if the engine has too few GPUs or cores.
     """
-    wanted_nodes = len(names(spec))
-    nodes = nodes or names(spec)
+    wanted_nodes, nodes = len(names(spec)), nodes or names(spec)
     offered = _gpus(spec, inventory)
     nproc = spec.nproc_per_node or min(_max_workers_per_node(offered), max(1, len(offered) // wanted_nodes))
     world_size = len(nodes) * nproc
@@ -282,7 +285,9 @@ def _assigned_gpus(
             f"{nproc} workers per node, but a node can use only one MIG instance", "use --nproc-per-node 1"
         )
     shares = spec.share_gpus or (spec.gpus == "auto" and spec.command == APP)  # the app runs on any machine with a GPU
-    if shares and nproc <= len(gpus) and inventory.engine != "swarm":  # each worker of a node still has its own
+    if (
+        shares and nproc <= len(gpus) and inventory.engine not in ("swarm", "slurm")
+    ):  # each worker of a node still has its own
         return tuple(gpus[rank % len(gpus)] for rank in range(world_size))
     if gpus and len(gpus) < world_size:
         fewer = len(gpus) // nproc - 1

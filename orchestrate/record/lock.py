@@ -15,6 +15,9 @@ from pathlib import Path
 from typing import BinaryIO
 
 from orchestrate.dataclass import dataclass
+from orchestrate.host import slurm
+from orchestrate.record import batch
+from orchestrate.record.batch import Batch
 from orchestrate.record.paths import JobPaths
 
 # struct flock of Linux and macOS: type, whence, start, length, and the process id that the kernel fills in.
@@ -78,8 +81,17 @@ def held(paths: JobPaths, supervises: bool = True) -> Iterator[None]:
         yield
 
 
-def holder(paths: JobPaths) -> Supervisor | None:
+def supervisor(paths: JobPaths) -> Supervisor | Batch | None:
     """Return the running supervisor of a job, or None.
+
+    That of a job of Slurm runs on another machine: the queue knows it, since no lock can be trusted across machines.
+    """
+    submitted = batch.of(paths)
+    return batch.holder(submitted) if submitted and not slurm.is_inside(submitted.id) else holder(paths)
+
+
+def holder(paths: JobPaths) -> Supervisor | None:
+    """Return the process on this machine that supervises a job, or None.
 
     The kernel reports whether the file is locked. The holder is proven to be a supervisor by the content of the file:
     it has the process id that the kernel reports, and the start time of that process.

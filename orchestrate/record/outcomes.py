@@ -10,13 +10,17 @@ TERMINATED_EXIT_CODE = 143  # exit code after SIGTERM, and of a worker that was 
 
 
 class Outcome(TextEnum):
-    """Outcome of a job, or of a generation, which may also end to restart with a node that is back (RESCALED)."""
+    """Outcome of a job, or of a generation.
+
+    A generation may also end to restart with a node that is back (RESCALED), or in the next allocation (REQUEUED).
+    """
 
     SUCCEEDED = "succeeded"
     FAILED = "failed"
     STOPPED = "stopped"
     LOST = "lost"
     RESCALED = "rescaled"
+    REQUEUED = "requeued"
 
 
 JOB_OUTCOMES = (Outcome.SUCCEEDED, Outcome.FAILED, Outcome.STOPPED, Outcome.LOST)

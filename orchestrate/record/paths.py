@@ -141,6 +141,26 @@ class JobPaths:
         return self.root / "supervisor.lock"
 
     @property
+    def batch(self) -> Path:
+        """The number of the job of Slurm that supervises the job, if there is one."""
+        return self.root / "slurm-job"
+
+    @property
+    def script(self) -> Path:
+        """The batch script that was submitted to Slurm."""
+        return self.root / "slurm.sh"
+
+    @property
+    def stop_asked(self) -> Path:
+        """The file by which another machine asks the supervisor to stop: a signal may also be that of a scheduler."""
+        return self.root / "stop.asked"
+
+    @property
+    def addresses(self) -> Path:
+        """The folder in which nodes on other machines, which share it, write where they listen."""
+        return self.root / "addresses"
+
+    @property
     def shared(self) -> Path:
         """The job folder, which nodes see as `$JOB_DIR`."""
         return self.root / JOB

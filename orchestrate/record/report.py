@@ -206,6 +206,8 @@ def line(event: events.Event) -> str:
             return f"continuing with {len(event.nodes)} nodes, {event.missing} fewer: {event.error}"
         case events.GenerationStarting(generation=number) if number:
             return f"generation {number}: {event.world_size} workers"
+        case events.GenerationEnded(outcome=Outcome.REQUEUED):
+            return "the allocation ends: the workers have stopped, and continue in the next one"
         case events.GenerationEnded(cause=cause) if cause:
             return f"generation {event.generation} failed: {cause.summary}"
         case events.RestartDecided(restart=True):

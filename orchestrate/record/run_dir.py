@@ -53,7 +53,7 @@ def create(spec: JobSpec, plan: Plan, paths: JobPaths, held: contextlib.ExitStac
     Others see it only once `held`, if given, has its lock.
     """
     cluster = plan.placement.cluster
-    owner = users.nodes_of(spec.user) if plan.engine != "process" else None
+    owner = users.nodes_of(spec.user) if plan.contained else None
     theirs = os.path.lexists(paths.root)  # another job's
     hidden = {name: spec.env[name] for name in secret_names(spec.env, spec.secrets)}
     hidden |= {f"{FILE}{name}": content for name, content in spec.contents.items()}
@@ -211,7 +211,7 @@ def history(paths: JobPaths) -> list[Event]:
 
 def runs(paths: JobPaths) -> bool:
     """Whether a job has a supervisor, and has not ended."""
-    return bool(lock.holder(paths)) and not ended(paths)
+    return bool(lock.supervisor(paths)) and not ended(paths)
 
 
 def unsupervised(paths: JobPaths) -> NoReturn:

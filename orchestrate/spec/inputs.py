@@ -154,6 +154,48 @@ def labels(value: Any) -> dict[str, str]:
     return {str(name): str(content) for name, content in value.items()}
 
 
+REQUEUES = "requeues"  # how many further allocations a job gets
+# Options of sbatch that follow from other keys, or would break what the job relies on.
+SET_HERE = {
+    **{name: "nodes" for name in ("nodes", "ntasks", "ntasks-per-node", "ntasks-per-gpu", "tasks-per-node")},
+    **{name: "name" for name in ("job-name", "comment")},
+    **{name: "cpus" for name in ("cpus-per-task", "cpus-per-gpu", "mincpus")},
+    **{name: "memory" for name in ("mem", "mem-per-cpu", "mem-per-gpu")},
+    **{name: "gpus" for name in ("gpus", "gpus-per-node", "gpus-per-task", "gpus-per-socket")},
+    **{name: "" for name in ("array", "batch", "chdir", "error", "export", "export-file", "get-user-env", "input")},
+    **{name: "" for name in ("kill-on-invalid-dep", "no-kill", "no-requeue", "open-mode", "output", "parsable")},
+    **{name: "" for name in ("quiet", "requeue", "signal", "test-only", "wait", "wrap")},
+}
+
+
+OPTION = r"[a-z][a-z-]{1,30}"
+
+
+@kind(
+    {
+        "type": "object",
+        "propertyNames": {"pattern": f"^(?!(?:{'|'.join(SET_HERE)})$){OPTION}$"},
+        "additionalProperties": {"type": ["string", "number", "boolean"]},
+    }
+)
+def slurm(value: Any) -> dict[str, str]:
+    """Options of sbatch by name; `true` is an option without a value, and `requeues` a limit of our own."""
+    if not isinstance(value, Mapping):
+        raise ValueError("a mapping of options of sbatch, such as {partition: gpu}")
+    found = {str(name): "" if content is True else str(content) for name, content in value.items()}
+    for name, content in found.items():
+        if not re.fullmatch(OPTION, name):
+            raise ValueError(f"a mapping of options of sbatch by their long names, such as partition, not {name}")
+        if name in SET_HERE:
+            other = f"the key {SET_HERE[name]} sets it" if SET_HERE[name] else "orchestrate sets it"
+            raise ValueError(f"a mapping without {name}: {other}")
+        if name == REQUEUES and not re.fullmatch("[0-9]{1,6}", content):
+            raise ValueError("a mapping in which requeues is a whole number")
+        if not isinstance(value[name], (str, int, float)) or not content.isprintable() or len(content) > 1000:
+            raise ValueError(f"a mapping of options to text on one line; the value of {name} is something else")
+    return {name: "" if content == "true" else content for name, content in found.items()}
+
+
 PORT = r"(?:([1-9][0-9]{0,4}):)?([1-9][0-9]{0,4})"
 
 

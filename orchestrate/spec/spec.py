@@ -17,7 +17,7 @@ from orchestrate.spec.redact import Mask, redacted
 APP = ("-m", "app.train", "--resume", "auto")
 IMAGE = "orchestrate-node:0.1"
 # Keys whose values are always text.
-TEXTS = ("command", "before", "env", "hyperparameters", "labels", "metrics", "name", "user")
+TEXTS = ("command", "before", "env", "hyperparameters", "labels", "metrics", "name", "slurm", "user")
 
 NODES = values.integer(1, values.MAX_TRAINERS + 1)
 
@@ -118,8 +118,9 @@ class JobSpec:
     )
     engine: str = _field(
         "auto",
-        values.choice("auto", "docker", "process", "swarm"),
-        "where nodes run: `docker`, `process`, `swarm`, or `auto` (Docker if it is running, otherwise local processes)",
+        values.choice("auto", "docker", "process", "swarm", "slurm"),
+        "where nodes run: `docker`, `process`, `swarm`, `slurm`, or `auto` (Docker if it is running, otherwise local "
+        "processes)",
     )
     image: str = _field(
         IMAGE,
@@ -219,6 +220,11 @@ class JobSpec:
         "",
         values.VOLUME,
         "Swarm: folder or Docker volume shared by all hosts; Kubernetes: PersistentVolumeClaim for `$JOB_DIR`",
+    )
+    slurm: dict[str, str] = _field(
+        {},
+        inputs.slurm,
+        "Slurm: [options of sbatch](docs/slurm.md#options) such as `{partition: gpu, account: vision, time: 2h}`",
     )
     max_run: float | None = _field(
         None, values.optional(values.LONG), "time limit of the job, such as `2h`", "no limit"

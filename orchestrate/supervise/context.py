@@ -9,7 +9,7 @@ from pathlib import Path
 
 from orchestrate.clock import Clock, wait_until
 from orchestrate.dataclass import dataclass, field, replace
-from orchestrate.engines.base import Engine, Session
+from orchestrate.engines.base import Engine, Session, never
 from orchestrate.errors import EngineError
 from orchestrate.plan.plan import Plan
 from orchestrate.record.events import DiskFull, Event, WarningIssued
@@ -22,7 +22,7 @@ from orchestrate.supervise.stores import NoCopies
 
 ENGINE_TIMEOUT = 300.0  # seconds that the engine may not respond, or the disk of the run directory may be full
 STOPPING_TIMEOUT = 10.0  # the same in seconds while the job is being stopped
-BY_USER, BY_MAX_RUN = "stopped by the user", "max_run was reached"
+BY_USER, BY_MAX_RUN, BY_SCHEDULER = "stopped by the user", "max_run was reached", "the allocation ends"
 TRANSIENT_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
 
 
@@ -53,6 +53,10 @@ class Over(Exception):
         self.result = result
 
 
+class Requeued(Exception):
+    """The job is to go on in the next allocation of a scheduler, which ends this one."""
+
+
 class _TransientError(OSError):
     """A write that may succeed later, once the disk has space or works again."""
 
@@ -67,6 +71,7 @@ class JobContext:
     engine: Engine
     emit: Recorder
     stops: Callable[[], int]  # number of stop requests so far
+    evicted: Callable[[], bool] = never  # whether a scheduler ends the allocation of the job
     files: JobFiles
     copies: NoCopies = field(default_factory=NoCopies)
     usage: UsageSink = field(default_factory=UsageSink)
@@ -99,12 +104,16 @@ class JobContext:
         """Return why the job is to end: it was asked to, or `max_run` was reached; empty if it goes on."""
         if self.stops():
             return BY_USER
+        if self.evicted():
+            return BY_SCHEDULER
         late = self.spec.max_run and self.emit.seconds() - self.history.since > self.spec.max_run
         return BY_MAX_RUN if late else ""
 
     def go_on(self) -> None:
-        """Raise Over if the job is to end."""
+        """Raise Over if the job is to end, Requeued if it is to go on in another allocation."""
         if why := self.over():
+            if why == BY_SCHEDULER:
+                raise Requeued
             raise Over(JobResult(Outcome.STOPPED, why))
 
     def is_over(self) -> bool:

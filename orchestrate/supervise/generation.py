@@ -13,7 +13,7 @@ from orchestrate.record.outcomes import LOST_EXIT_CODE, Cause, GenerationResult,
 from orchestrate.spec.causes import Reason
 from orchestrate.supervise import hang, stacks
 from orchestrate.supervise.checkpoint_events import Saves
-from orchestrate.supervise.context import BY_MAX_RUN, BY_USER, ENGINE_TIMEOUT, JobContext
+from orchestrate.supervise.context import BY_MAX_RUN, BY_SCHEDULER, BY_USER, ENGINE_TIMEOUT, JobContext
 from orchestrate.supervise.diagnosis import traits
 from orchestrate.supervise.diagnosis.root_cause import (
     PEER_FAILURE_WINDOW,
@@ -135,6 +135,8 @@ class Generation:
                 ranks, grace = report.name_ranks(sorted(self.stopping.killed)), self.spec.grace
                 self.job.warn(f"{ranks} did not end after SIGTERM: killed after the grace period of {grace:g} s")
             return self._result(Outcome.STOPPED, self.why)
+        if self.why == BY_SCHEDULER:
+            return self._result(Outcome.REQUEUED, self.why)
         if self.why == RESCALED and not any(end.exit_code and not end.stopping for end in self.ends):
             return self._result(Outcome.RESCALED, self.why)
         if self.why == REMOVED:

@@ -116,7 +116,7 @@ class JobFiles:
         """Save which files were copied to the working directory; raises OSError."""
         write_whole(self.paths.copied, json.dumps(copied) + "\n")
 
-    def _copied(self) -> dict[str, Facts]:
+    def copied(self) -> dict[str, Facts]:
         """Return the files that were copied; empty if that is not known."""
         found: dict[str, Facts] = {}
         with contextlib.suppress(OSError, ValueError, RecursionError):
@@ -134,7 +134,7 @@ class JobFiles:
         if not placement.has_work:
             return None
         with contextlib.suppress(OSError):
-            found = tidy(Path(placement.code), self._folder, WORK, placement.original, MAX_WRITTEN, self._copied())
+            found = tidy(Path(placement.code), self._folder, WORK, placement.original, MAX_WRITTEN, self.copied())
             return Written(self.paths.work, *found)
         return Written(self.paths.work, [], False)
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from orchestrate import __version__, patience
 from orchestrate.clock import wait_until
-from orchestrate.engines.base import Engine
+from orchestrate.engines.base import Engine, never
 from orchestrate.errors import OrchestrateError, UsageError
 from orchestrate.files import folder, log_file
 from orchestrate.host import claims, records
@@ -42,12 +42,18 @@ RESERVE = 1 << 17  # bytes of the disk for the last events and the report, in ca
 
 
 def supervise(
-    paths: JobPaths, engine: Engine, stops: Callable[[], int], observer: Observer, prepared: float = 0.0
+    paths: JobPaths,
+    engine: Engine,
+    stops: Callable[[], int],
+    observer: Observer,
+    prepared: float = 0.0,
+    evicted: Callable[[], bool] = never,
 ) -> dict[str, Any]:
     """Run a job from its current state to its end, and return the report.
 
     `stops()` returns the number of stop requests so far, and `prepared` are the seconds that the command has taken
-    before. Raises OrchestrateError if the job could not start, and BlockingIOError if another process supervises it.
+    before. Raises OrchestrateError if the job could not start, BlockingIOError if another process supervises it, and
+    Requeued once its workers have ended after `evicted()` was true: the job has not ended then.
     """
     with contextlib.ExitStack() as stack:
         stack.callback(patience.calm)
@@ -65,18 +71,11 @@ def supervise(
         observer.listeners += [files.heard, board.heard]
         with observer.following():
 
-            def show_event(event: Event) -> None:
-                log.info("%s", event)
-                notifier.event(event)
-                observer.event(event)
-                if isinstance(event, GenerationStarted) and event.generation == 0:
-                    threading.Thread(target=_load_pages, daemon=True).start()
-
             def save_plan(plan: Plan) -> None:
                 run_dir.keep(paths, plan, spec)
                 observer.planned(plan)
 
-            emit = recorder(paths, show_event, hide=hide)
+            emit = recorder(paths, _heard(notifier, observer), hide=hide)
             removed = _check_end(paths, plan, emit)
             stack.enter_context(_reserve(paths))
             emit(SupervisorStarted(plan.job_id, round(prepared, 3), boot(), round(emit.clock.monotonic(), 3)))
@@ -87,6 +86,7 @@ def supervise(
                 engine=engine,
                 emit=emit,
                 stops=stops,
+                evicted=evicted,
                 files=files,
                 copies=_copies(spec, paths, stops, emit),
                 usage=SharedUsage(paths, observer),
@@ -101,6 +101,19 @@ def supervise(
     if failure:
         raise failure
     return data
+
+
+def _heard(notifier: Notifier, observer: Observer) -> Callable[[Event], None]:
+    """Return what is called with each event."""
+
+    def hear(event: Event) -> None:
+        log.info("%s", event)
+        notifier.event(event)
+        observer.event(event)
+        if isinstance(event, GenerationStarted) and event.generation == 0:
+            threading.Thread(target=_load_pages, daemon=True).start()
+
+    return hear
 
 
 def _check_end(paths: JobPaths, plan: Plan, emit: Recorder) -> OrchestrateError | None:

@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
 from orchestrate.engines.ports import port
-from orchestrate.errors import EngineError, EngineLost
+from orchestrate.errors import AllocationLost, EngineError, EngineLost
 from orchestrate.plan.plan import Plan, in_order, names, plan
 from orchestrate.record import events
 from orchestrate.supervise.context import JobContext
@@ -118,7 +118,7 @@ class Nodes:
                 if alive >= len(wanted.nodes):
                     return
                 raise EngineError(f"{alive} of {len(wanted.nodes)} nodes are running")
-            except EngineLost:
+            except (EngineLost, AllocationLost):
                 raise
             except EngineError:
                 tries -= 1

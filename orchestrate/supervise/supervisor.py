@@ -6,13 +6,13 @@ import contextlib
 from collections.abc import Callable
 from dataclasses import replace
 
-from orchestrate.errors import EngineError, EngineLost, OrchestrateError
+from orchestrate.errors import AllocationLost, EngineError, EngineLost, OrchestrateError
 from orchestrate.patience import Abandoned
 from orchestrate.plan.plan import Plan
 from orchestrate.record import events
 from orchestrate.record.outcomes import GenerationResult, JobResult, Outcome
 from orchestrate.spec.patterns import Patterns
-from orchestrate.supervise.context import BY_USER, JobContext, Over
+from orchestrate.supervise.context import BY_USER, JobContext, Over, Requeued
 from orchestrate.supervise.generation import Generation
 from orchestrate.supervise.nodes import Nodes
 from orchestrate.supervise.policy import decide
@@ -54,7 +54,7 @@ class Supervisor:
             self.emit(events.OutcomeDecided(Outcome.FAILED, self.failure_reason(error)))
         except Abandoned:
             raise
-        except BaseException:
+        except BaseException:  # including Requeued
             self.nodes.end_background()
             with contextlib.suppress(EngineError):  # nodes stay if their files could not be copied
                 self.job.session.down(0)
@@ -106,7 +106,9 @@ class Supervisor:
                 ended = ended or self._run_generation()
                 if ended.cause:
                     self._decide_restart()
-                elif ended.outcome != Outcome.RESCALED:
+                elif ended.outcome == Outcome.REQUEUED and self.job.evicted():
+                    raise self._requeued()
+                elif ended.outcome not in (Outcome.RESCALED, Outcome.REQUEUED):
                     return JobResult(ended.outcome, ended.why)
                 ended = None
         except Over as over:
@@ -134,11 +136,21 @@ class Supervisor:
             self.job.go_on()
             if not self.history.recent:
                 raise
+            if isinstance(error, AllocationLost):
+                self.job.warn(f"{error}: another one is requested")
+                raise self._requeued() from None
             if isinstance(error, EngineLost):
                 raise Over(JobResult(Outcome.LOST, str(error))) from None
             raise Over(JobResult(Outcome.FAILED, f"the job cannot continue: {error}")) from None
         self.job.go_on()
         return self._record(self._next_generation().watch())
+
+    def _requeued(self) -> Exception:
+        """Return what ends this supervisor: the job continues in another allocation, or has had as many as it may."""
+        limit = self.spec.slurm.get("requeues")
+        if limit and sum(ended.outcome == Outcome.REQUEUED for ended in self.history.recent) > int(limit):
+            return Over(JobResult(Outcome.STOPPED, f"slurm.requeues is {limit}"))
+        return Requeued()
 
     def _search(self, pattern: str, text: str) -> bool:
         """Whether a rule's pattern matches a worker's output; false, without a search, if the job is to stop."""

@@ -49,6 +49,8 @@ GOOD = [
     ("ports", [6006, "8080:80"], ["6006:6006", "8080:80"]),
     ("ports", "6006, 8080:80", ["6006:6006", "8080:80"]),
     ("labels", {"a": 1, "b": True}, {"a": "1", "b": "True"}),
+    ("slurm", {"time": "1:30:00", "nice": 5, "exclusive": True}, {"time": "1:30:00", "nice": "5", "exclusive": ""}),
+    ("slurm", {"requeues": "3"}, {"requeues": "3"}),
     ("hyperparameters", {"a": "", "b": "~", "c": [1, "d"]}, {"a": None, "b": None, "c": ["1", "d"]}),
     (
         "rules",
@@ -120,6 +122,9 @@ BAD = [
     ("constraints", {"a==b": "c"}),
     ("constraints", ["a==b c"]),
     ("constraints", ["==b"]),
+    *(("slurm", value) for value in ("gpu", ["gpu"], {"p": "gpu"}, {"Partition": "x"}, {"nodes": 3}, {"wrap": "x"})),
+    *(("slurm", {"partition": value}) for value in (["a"], None, "a\nb")),
+    ("slurm", {"requeues": "many"}),
     ("volume", "a/b"),
     ("volume", "/a b"),
     ("max_restarts", -1),

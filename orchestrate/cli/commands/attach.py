@@ -4,21 +4,32 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import os
 import signal
 import threading
+from collections.abc import Callable
 
+from orchestrate import errors
 from orchestrate.cli import display, find, options, result, signals, waiting
 from orchestrate.cli.parser import Parser
+from orchestrate.clock import wait_until
 from orchestrate.console import print_message
 from orchestrate.engines import choice
-from orchestrate.record import lock, run_dir
+from orchestrate.engines.base import Engine
+from orchestrate.errors import OrchestrateError
+from orchestrate.host import slurm
+from orchestrate.record import batch, lock, run_dir
+from orchestrate.record.batch import Batch
 from orchestrate.record.logs import rest
+from orchestrate.record.paths import JobPaths
 from orchestrate.show.feed import Feed
 from orchestrate.show.follow import follow
 from orchestrate.supervise import launch, stores
+from orchestrate.supervise.context import Requeued
 
 KEYS = "Ctrl-C detaches; the job continues"
+SHOWN_AFTER = 5.0  # seconds after which another machine sees what was written to a shared folder
 
 
 def add_arguments(parser: Parser) -> None:
@@ -31,37 +42,94 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Follow a job until it ends, supervise it if it has no supervisor, and print the report."""
-    paths = find.paths_of(args)
+    return until_end(args, find.paths_of(args))
+
+
+def until_end(args: argparse.Namespace, paths: JobPaths) -> int:
+    """Do so for the job with these files, and return its exit code."""
     spec, plan = run_dir.load(paths)
     follower = rest(paths, spec, plan)
     result.prepare(args)
     display.style_of(args, plan)  # its options may be wrong
+    followed: lock.Supervisor | Batch | None = None
     while not (data := run_dir.ended(paths)):
-        if supervisor := lock.holder(paths):
+        if supervisor := lock.supervisor(paths):
+            followed = supervisor
             if not options.quiet(args):
                 print_message(f"following {paths.root.name}, supervised by {supervisor} (Ctrl-C detaches)")
+            if isinstance(supervisor, Batch) and not options.quiet(args):
+                with waiting.detaching(paths.root.name):
+                    waiting.in_queue(supervisor, args.clock)
             now = run_dir.load(paths)[1]
             with display.shown(args, now, paths, KEYS) as shown, waiting.detaching(paths.root.name):
                 follow(paths, spec, now, shown, follower, args.clock)
             continue
         if run_dir.ended(paths):
             continue
+        submitted = batch.of(paths)
+        if plan.engine == "slurm" and not (submitted and slurm.is_inside(submitted.id)):
+            if isinstance(followed, Batch):
+                if not wait_until(lambda: run_dir.ended(paths), SHOWN_AFTER, args.clock, 0.2):
+                    _left_the_queue(paths, followed)
+            else:
+                _submit(paths)
+            continue
         stores.check(spec)  # before this process is responsible for the job
         if not options.quiet(args):
             print_message(f"supervising {paths.root.name}")
-        engine, stops = choice.of_plan(spec, plan), signals.count(spec)
+        engine = choice.of_plan(spec, plan)
+        stops, evicted = _requests(signals.count(spec), submitted, engine)
         if args.until_eof:
             threading.Thread(target=_stop_at_eof, daemon=True).start()
         try:
             with display.shown(args, plan, paths) as shown:
-                data = launch.supervise(paths, engine, stops, Feed(paths, spec, plan, shown, follower))
+                feed = Feed(paths, spec, plan, shown, follower)
+                data = launch.supervise(paths, engine, stops, feed, evicted=evicted)
             break
+        except Requeued:
+            if not (submitted and batch.requeue(submitted)):
+                _submit(paths)
+            return errors.SUCCEEDED
         except BlockingIOError:  # another process took the lock first
             signal.signal(signal.SIGINT, signal.default_int_handler)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             signal.signal(signal.SIGHUP, signal.SIG_DFL)
     assert data
     return result.show(args, paths.root.name, data)
+
+
+def _submit(paths: JobPaths) -> None:
+    """Submit a job to Slurm again."""
+    from orchestrate.api import prepare  # only here: it takes time to import
+
+    prepare.start_supervisor(paths)
+
+
+def _left_the_queue(paths: JobPaths, followed: Batch) -> None:
+    """Record the end of a job that was canceled in the queue; raise OrchestrateError for one whose end is unknown."""
+    state = batch.last_state(followed)
+    if state != "CANCELLED":
+        what = f"{followed} has left the queue{f' ({state})' * bool(state)}, and has not recorded its result"
+        raise OrchestrateError(what, f"python -m orchestrate attach {paths.root.name} submits it again")
+    from orchestrate.api import stop  # only here: it takes time to import
+
+    print_message(f"{followed} was canceled")
+    stop.stop(paths, [choice.select_engine(run_dir.load(paths)[0])])
+
+
+def _requests(
+    count: Callable[[], int], submitted: Batch | None, engine: Engine
+) -> tuple[Callable[[], int], Callable[[], bool]]:
+    """Return the number of requests to stop so far, and whether the scheduler has made them to end the allocation."""
+
+    @functools.cache
+    def is_evicted() -> bool:
+        return submitted is not None and batch.is_evicted(submitted)
+
+    def evicted() -> bool:
+        return bool(count()) and is_evicted() or getattr(engine, "evicted", False)
+
+    return lambda: 0 if evicted() else count(), evicted
 
 
 def _stop_at_eof() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
 from orchestrate import console
@@ -26,10 +25,8 @@ def run(args: argparse.Namespace) -> int:
     """Debug a worker until the debugger is left, after which the worker goes on; return 0, or 1 if it cannot be."""
     paths = find.paths_of(args)
     _, plan = run_dir.load(paths)
-    local = plan.engine == "process"
-    folder = Path(PACKAGE, "node") if local else Path(container.PROGRAM)
-    python = [sys.executable] if local else ["python"]
-    command = [*python, "-I", str(folder / "debugger.py"), plan.job_id, str(args.rank)]
+    folder = Path(container.PROGRAM) if plan.contained else Path(PACKAGE, "node")
+    command = [plan.placement.python, "-I", str(folder / "debugger.py"), plan.job_id, str(args.rank)]
     if not run_dir.ended(paths) and args.rank in range(len(plan.workers)):  # else `beside` reports it
         _explain(args.rank, alone=len(plan.workers) == 1)
     args.node = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import NoReturn
 
-from orchestrate.api import resume
+from orchestrate.api import prepare, resume
 from orchestrate.cli import display, find, options, result, signals
 from orchestrate.cli.parser import Parser
 from orchestrate.console import print_message, quoted
@@ -43,6 +43,11 @@ def run(args: argparse.Namespace) -> int:
     job = resume.resume(paths)
     if not options.quiet(args):
         print_message(str(job.plan))
+    if job.plan.engine == "slurm":
+        from orchestrate.cli.commands import attach  # only here: it takes time to import
+
+        prepare.start_supervisor(paths)
+        return attach.until_end(args, paths)
     follower, stops = rest(paths, job.spec, job.plan, last=0), signals.count(job.spec)
     with job.claim, display.shown(args, job.plan, paths) as shown:
         feed = Feed(paths, job.spec, job.plan, shown, follower)

@@ -14,6 +14,7 @@ from orchestrate.console import print_message
 from orchestrate.errors import UsageError
 from orchestrate.host import records
 from orchestrate.record import lock, run_dir
+from orchestrate.record.batch import Batch
 
 
 def add_arguments(parser: Parser) -> None:
@@ -37,7 +38,7 @@ def _remove(args: argparse.Namespace) -> None:
     name = paths.root.name
     ours = not os.path.lexists(paths.root) or records.find(paths.root)
     resources = removal.resources(engines, name) if ours else []
-    if supervisor := lock.holder(paths):
+    if supervisor := lock.supervisor(paths):
         raise _in_use(name, supervisor)
     if ours and paths.cluster:
         hint = f"python -m orchestrate stop {name}, or down {paths.cluster}"
@@ -59,7 +60,7 @@ def _remove(args: argparse.Namespace) -> None:
     print_message(f"{name} removed")
 
 
-def _in_use(name: str, by: lock.Supervisor = lock.OTHER) -> UsageError:
-    if not by.pid:
+def _in_use(name: str, by: lock.Supervisor | Batch = lock.OTHER) -> UsageError:
+    if isinstance(by, lock.Supervisor) and not by.pid:
         return UsageError(f"{name} is in use by {by}", f"once that has ended: python -m orchestrate rm {name}")
     return UsageError(f"{name} is running, supervised by {by}", f"python -m orchestrate stop {name}")

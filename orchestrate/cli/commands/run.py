@@ -16,8 +16,9 @@ from orchestrate.cli.arguments import flags
 from orchestrate.cli.commands import resume
 from orchestrate.cli.parser import Parser
 from orchestrate.console import out, print_message
-from orchestrate.errors import UsageError
+from orchestrate.errors import OrchestrateError, UsageError
 from orchestrate.files.paths import PROJECT, STDIN
+from orchestrate.record import run_dir
 from orchestrate.show.feed import Feed
 from orchestrate.spec.spec import APP, JobSpec
 from orchestrate.supervise import launch
@@ -68,9 +69,18 @@ def _start(args: argparse.Namespace) -> int:
         job.create({STDIN: stdin} if stdin else {})
         if not options.quiet(args):
             print_message(str(job.plan))
+        if args.detach or job.plan.engine == "slurm":
+            try:
+                prepare.start_supervisor(job.paths)
+            except OrchestrateError:  # Slurm has refused it
+                run_dir.remove(job.paths)
+                raise
         if args.detach:
-            _detach(args, job)
-            return errors.SUCCEEDED
+            return _detached(args, job)
+        if job.plan.engine == "slurm":
+            from orchestrate.cli.commands import attach  # only here: it takes time to import
+
+            return attach.until_end(args, job.paths)
         with display.shown(args, job.plan, job.paths) as shown:
             feed = Feed(job.paths, spec, job.plan, shown)
             data = launch.supervise(job.paths, job.engine, stops, feed, prepared=args.clock.monotonic() - began)
@@ -93,9 +103,9 @@ def _read_stdin() -> IO[bytes]:
     return file
 
 
-def _detach(args: argparse.Namespace, job: prepare.Prepared) -> None:
-    """Start a supervisor in the background, and print the run directory."""
-    prepare.start_supervisor(job.paths)
+def _detached(args: argparse.Namespace, job: prepare.Prepared) -> int:
+    """Print the run directory of a job whose supervisor runs in the background; return the exit code."""
     run = args.shown / job.paths.root.name
     print_message(f"hint: python -m orchestrate attach {run.name} follows it; supervisor log: {run / 'supervisor.log'}")
     out(run)
+    return errors.SUCCEEDED

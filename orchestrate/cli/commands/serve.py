@@ -102,7 +102,7 @@ class LiveJobPage(TrackingScreen):
             self.curves = curves_of(self.paths, self.spec, self.view.generation + 1)[1:]
             self.due = self.clock.monotonic() + MAX_SHARE * (self.clock.monotonic() - began)
         curves, axis = self.curves
-        state = "running" if lock.holder(self.paths) else "no supervisor"
+        state = "running" if lock.supervisor(self.paths) else "no supervisor"
         seconds = self.clock.time() - created_at(self.paths)
         return site.live(self.view, state, seconds, curves, axis, self.happened, self.lines)
 

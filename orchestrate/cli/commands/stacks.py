@@ -93,7 +93,7 @@ def _ask(paths: JobPaths, clock: Clock) -> Mapping[int, Stack]:
                 stacks.ask(paths)
             if run_dir.ended(paths):
                 raise UsageError(f"{paths.root.name} has ended", f"python -m orchestrate logs {paths.root.name}")
-            if not lock.holder(paths):
+            if not lock.supervisor(paths):
                 run_dir.unsupervised(paths)
             if clock.monotonic() > deadline:
                 what = f"the supervisor of {paths.root.name} does not respond"

@@ -58,7 +58,7 @@ def samples(paths: JobPaths, state: Top, clock: Clock) -> Iterator[int]:
     """Record samples until the job ends; yield their number so far. Raises OrchestrateError if there are none."""
     count, deadline, has_gpus = 0, clock.monotonic() + TIMEOUT, bool(state.plan.gpus)
     while not run_dir.ended(paths):
-        if not lock.holder(paths) and not run_dir.ended(paths):
+        if not lock.supervisor(paths) and not run_dir.ended(paths):
             run_dir.unsupervised(paths)
         usage.ask(paths)
         written, found = usage.read(paths)

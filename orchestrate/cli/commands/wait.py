@@ -20,7 +20,7 @@ def run(args: argparse.Namespace) -> int:
     paths = find.paths_of(args)
     with waiting.detaching(paths.root.name):
         while not (data := run_dir.ended(paths)):
-            if not lock.holder(paths) and not run_dir.ended(paths):
+            if not lock.supervisor(paths) and not run_dir.ended(paths):
                 run_dir.unsupervised(paths)
             args.clock.sleep(0.1)
     return result.exit_code(data)

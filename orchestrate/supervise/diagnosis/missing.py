@@ -51,7 +51,7 @@ def module(name: str, plan: Plan) -> str:
         if _holds(code / folder, top):
             return f"{top} is in {folder}/, which Python does not search: -e PYTHONPATH={folder}"
     if top in PROJECTS:
-        where = "installed" if plan.engine == "process" else "in the image"
+        where = "in the image" if plan.contained else "installed"
         return (
             f"{name} is neither in your folder nor {where}: install it with --pip {shlex.quote(PROJECTS[top] or top)}"
         )
@@ -74,7 +74,7 @@ def file(path: str, plan: Plan) -> str:
     if folder and os.path.lexists(plan.placement.start / folder / path) and not os.path.isabs(path):
         chdir = shlex.quote(os.path.join(plan.placement.chdir, folder))
         return f"{path} is there from the folder of the script: --chdir {chdir} {shlex.join(command)}"
-    if plan.engine == "process" or not there.startswith("/"):
+    if not plan.contained or not there.startswith("/"):
         return ""
     if os.path.isabs(path):
         asked = any(path.startswith(word) for word in plan.command if os.path.isabs(word))

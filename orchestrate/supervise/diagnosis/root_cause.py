@@ -119,7 +119,7 @@ def diagnose(
     `lines` are its last lines for the report, and `context` more of them, in which its error is searched. `host` is the
     host of its node, if the engine has several. `what` is how it has ended, if that was not with its exit code.
     """
-    worker, local = plan.workers[exit.rank], plan.engine == "process"
+    worker, local = plan.workers[exit.rank], not plan.contained
     cause, hint = BY_CODE.get(
         exit.code, (Reason.ERROR, "the lines above are the end of its log; the cause may be further up")
     )
@@ -157,7 +157,7 @@ def _symptom(plan: Plan, lines: Sequence[str], context: Sequence[str]) -> tuple[
         for symptom in symptoms:
             match = re.search(symptom.text, text)
             if match and not (symptom.cause == Reason.NO_GPUS and plan.gpus):
-                advice = symptom.local if plan.engine == "process" and symptom.local else symptom.hint
+                advice = symptom.local if not plan.contained and symptom.local else symptom.hint
                 exact = symptom.exact(match, plan)
                 return exact and symptom.sure or symptom.cause, exact or match.expand(advice)
     return None

@@ -48,5 +48,5 @@ def together(plan: Plan) -> str:
 
 def shared_file(plan: Plan) -> str:
     """Return where a script meets other workers at a file that each node has for itself; empty if it does not."""
-    place = "" if plan.engine == "process" else of(plan).get("file", "")
+    place = of(plan).get("file", "") if plan.contained else ""
     return f"workers meet at a file ({place}), which each node has for itself: use env://" if place else ""

@@ -18,8 +18,13 @@ VALIDATOR = Draft7Validator(schema())
 # Values accepted in addition to the documented ones: numbers and booleans as text.
 LENIENT = [("trainers", "1000"), ("gpus", "2"), ("pin", "true"), ("warm", "false")]
 # Errors that only we detect: quotes, invalid patterns, and sizes and durations that are too small.
-UNSEEN = [("command", "train.py 'a"), ("rules", [{"log": "(", "action": "count"}]), ("memory", "67108863")]
+UNSEEN: list[tuple[str, object]] = [
+    ("command", "train.py 'a"),
+    ("rules", [{"log": "(", "action": "count"}]),
+    ("memory", "67108863"),
+]
 UNSEEN += [("max_run", "0"), ("grace", "0.0s"), ("cpus", "0.0"), ("preload", "a-b"), ("constraints", "node.labels.a==")]
+UNSEEN += [("slurm", value) for value in ({"partition": "a\nb"}, {"requeues": "many"})]
 
 
 def is_valid(job_file: object) -> bool:

@@ -137,6 +137,7 @@ def test_a_generated_job_file_must_resolve_to_the_same_job(tmp_path):
         "host_access": True,
         "encrypt": True,
         "constraints": ["node.labels.gpu==a100"],
+        "slurm": {"partition": "gpu", "time": "1:30:00", "exclusive": True},
         "volume": "/mnt/data",
         "max_run": "2h",
         "grace": "1.5s",

@@ -225,7 +225,9 @@ def test_a_child_process_of_the_worker_that_the_others_wait_for_must_be_named(jo
     engine.stacks = lambda: {0: Stack(own + own), 1: Stack(own + child + own)}
     assert job.run(engine, SPEC).outcome == "succeeded"
     (cause,) = [ended.cause for ended in job.supervisor.history.ended if ended.cause]
-    assert cause.summary.endswith("is stopped (SIGSTOP); child processes of it: at /data.py:13 in read and /t.py:1 in f")
+    assert cause.summary.endswith(
+        "is stopped (SIGSTOP); child processes of it: at /data.py:13 in read and /t.py:1 in f"
+    )
 
 
 @pytest.mark.parametrize(("takes", "calls"), [(14.0, ["dump"]), (16.0, ["dump", "kill"])])

@@ -1,68 +1,39 @@
 """The sbatch script on a real Slurm cluster of two machines: Debian's, in a container."""
 
 import json
-import os
 import re
 import shutil
-import subprocess
 import sys
 
 import pytest
+from support.cli import Cli
 from support.faults import complete
-from support.leftovers import docker
 from support.odd_text import odd
-from support.optional import not_none
 from support.repo import ROOT
+from support.slurm_cluster import PYTHON
 from support.waiting import eventually
 
 from orchestrate.spec.layers import resolve
 
 pytestmark = [pytest.mark.docker, pytest.mark.slow]
-IMAGE, HERE = "orchestrate-slurm:test", ROOT / "tests" / "slurm"
-
-
-@pytest.fixture(scope="module")
-def slurm_image(docker_engine):
-    done = subprocess.run(
-        ["docker", "build", "--network", os.environ.get("BUILD_NETWORK", "default"), "--tag", IMAGE, str(HERE)],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
 
 
 class Slurm:
-    """A container with slurmctld and two slurmd, with the project and the test's folder mounted at their own paths."""
+    """A cluster, and a folder with jobs for it."""
 
-    def __init__(self, cli) -> None:
-        self.cli = cli
-        names = ["--hostname", "slurm", "--add-host", "n1:127.0.0.1", "--add-host", "n2:127.0.0.1"]
-        mounts = [
-            "--volume",
-            f"{ROOT}:{ROOT}:ro",
-            "--volume",
-            f"{cli.folder}:{cli.folder}",
-            "--workdir",
-            str(cli.folder),
-        ]
-        start = ["--volume", f"{HERE / 'start'}:/start:ro", "--entrypoint", "/start", IMAGE]
-        self.container = docker("run", "--detach", "--init", *names, *mounts, *start).strip()
-        eventually(lambda: self("sinfo", "--noheader", "--format", "%T").split() == ["idle"])
+    def __init__(self, cli, cluster) -> None:
+        self.cli, self.cluster, self.state = cli, cluster, cluster.state
 
-    def __call__(self, *command: str) -> str:
-        done = subprocess.run(["docker", "exec", self.container, *command], capture_output=True, text=True)
-        return done.stdout
+    def __call__(self, *command: str, machine: str = "slurm") -> str:
+        return self.cluster(*command, machine=machine, folder=self.cli.folder)
 
     def submit(self, *arguments: str, env: tuple[str, ...] = ()) -> str:
         """Export a job, with the container's own interpreter, and submit it with the variables `env`; return its id."""
         done = self.cli("export", "slurm", "--gpus", "none", "--trainers", "1", *arguments)
         assert done.returncode == 0, done.stderr
         script = self.cli.folder / "job.sh"
-        script.write_text(done.stdout.replace(sys.executable, "/opt/venv/bin/python"))
+        script.write_text(done.stdout.replace(sys.executable, PYTHON))
         return self("env", *env, "sbatch", "--parsable", str(script)).strip()
-
-    def state(self, job: str) -> str:
-        return not_none(re.search(r"JobState=(\w+)", self("scontrol", "show", "job", job)))[1]
 
     def log(self, name: str, rank: int) -> str:
         path = self.cli.folder / "runs" / name / "logs" / f"rank-{rank}.log"
@@ -73,10 +44,9 @@ class Slurm:
 
 
 @pytest.fixture
-def slurm(cli, slurm_image, nothing_left):
-    cluster = Slurm(cli)
-    yield cluster
-    docker("rm", "--force", "--volumes", cluster.container)
+def slurm(machines, folder, nothing_left):
+    yield Slurm(Cli(folder), machines)
+    machines.settle()
 
 
 def steps(text: str) -> list[tuple[int, int]]:
@@ -122,7 +92,7 @@ def test_a_killed_worker_must_restart_the_gang_from_its_checkpoint(slurm):
     job = slurm.submit("--", "count.py", "until-restarted")
     eventually(lambda: len(steps(slurm.log("count", 1))) > 25 and len(steps(slurm.log("count", 0))) > 25)
     pid = re.findall(r"pid (\d+)", slurm.log("count", 1))[-1]
-    slurm("bash", "-c", f"kill -KILL {pid}")
+    slurm.cluster.kill(int(pid), "n2")
     eventually(lambda: slurm.state(job) in ("COMPLETED", "FAILED"))
     assert slurm.state(job) == "COMPLETED", slurm.output()
     for rank in range(2):

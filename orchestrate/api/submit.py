@@ -1,0 +1,41 @@
+"""From a job on disk to a job in the queue of Slurm: its code is copied, and its batch script submitted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from orchestrate.console import print_message
+from orchestrate.engines import choice
+from orchestrate.engines.slurm.script import script, words
+from orchestrate.errors import EngineError
+from orchestrate.files.paths import WORK
+from orchestrate.files.work import Copy
+from orchestrate.host import records, slurm
+from orchestrate.plan.plan import Plan
+from orchestrate.record import batch
+from orchestrate.record.paths import JobPaths
+from orchestrate.spec.spec import JobSpec
+from orchestrate.supervise.job_files import JobFiles
+
+
+def submit(spec: JobSpec, plan: Plan, paths: JobPaths) -> None:
+    """Submit a job whose run directory exists; raises EngineError with Slurm's own words if it refuses it."""
+    _copy_code(spec, plan, paths)
+    records.write(paths.script, script(spec, paths))
+    number = slurm.call(*words(spec, paths), cwd=str(paths.root)).strip().partition(";")[0]
+    if not number.isdigit():
+        raise EngineError(f"sbatch did not print the number of a job, but {number!a}")
+    batch.keep(paths, number)
+    print_message(f"submitted {paths.root.name} as {batch.Batch(number, paths)}")
+
+
+def _copy_code(spec: JobSpec, plan: Plan, paths: JobPaths) -> None:
+    """Copy the code folder to the working directory of workers: the job may start after it has changed.
+
+    What is there already is kept.
+    """
+    code, files = Path(plan.placement.code), JobFiles(paths)
+    hidden = {*choice.of_plan(spec, plan).hidden(plan, paths.shared)}
+    copy = Copy(code, hidden, paths.folder, WORK, str(code), None)
+    copy.run()
+    files.keep_copied(files.copied() | copy.copied)

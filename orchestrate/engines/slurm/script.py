@@ -1,0 +1,63 @@
+"""The batch script of a job, for sbatch."""
+
+from __future__ import annotations
+
+import math
+import shlex
+import sys
+
+from orchestrate.engines.slurm.engine import COMMENT, cpus
+from orchestrate.files.paths import PACKAGE
+from orchestrate.record.paths import JobPaths
+from orchestrate.spec.inputs import REQUEUES
+from orchestrate.spec.sizes import UNLIMITED, parse_size
+from orchestrate.spec.spec import JobSpec
+
+NOTICE = 30  # seconds, in addition to the grace period, between SIGTERM and the end of the allocation
+SCRIPT = """\
+#!/bin/bash
+# Supervises {job}, on the first of its machines. It was submitted with
+#     {submit}
+cd {package} && exec {command}
+"""
+
+
+def options(spec: JobSpec, paths: JobPaths) -> dict[str, str]:
+    """Return the options of sbatch for a job."""
+    found = {
+        "job-name": spec.name or paths.root.name,
+        "comment": f"{COMMENT}{paths.root}",
+        "nodes": str(spec.trainers + 1 + spec.spares),
+        "ntasks-per-node": "1",
+        "cpus-per-task": str(cpus(spec)),
+        "output": str(paths.supervisor_log),
+        "open-mode": "append",
+        "signal": f"B:TERM@{math.ceil(spec.grace) + NOTICE}",
+        "requeue": "",
+        "export": "ALL",
+        "no-kill": "",
+    }
+    if spec.memory and spec.memory != UNLIMITED:
+        found["mem"] = f"{math.ceil(parse_size(spec.memory) / 1024)}K"
+    if spec.gpus not in ("auto", "none"):
+        nodes, workers = spec.trainers + 1, spec.nproc_per_node or 1
+        found["gpus-per-node"] = str(math.ceil(int(spec.gpus) / nodes) if spec.gpus != "all" else workers)
+    return found | {name: value for name, value in spec.slurm.items() if name != REQUEUES}
+
+
+def words(spec: JobSpec, paths: JobPaths) -> list[str]:
+    """Return the command that submits a job: as options of it, they take precedence over variables such as SBATCH_*."""
+    given = [f"--{name}{f'={value}' * bool(value)}" for name, value in options(spec, paths).items()]
+    return ["sbatch", "--parsable", *given, str(paths.script)]
+
+
+def script(spec: JobSpec, paths: JobPaths) -> str:
+    """Return the batch script of a job."""
+    safe = "-P" if sys.version_info >= (3, 11) else "-s"
+    command = [sys.executable, safe, "-m", "orchestrate", "attach", paths.root.name, "--runs", str(paths.root.parent)]
+    return SCRIPT.format(
+        job=paths.root.name,
+        submit=shlex.join(words(spec, paths)),
+        package=shlex.quote(str(PACKAGE.parent)),
+        command=shlex.join(command),
+    )

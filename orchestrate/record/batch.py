@@ -1,0 +1,101 @@
+"""A job's place in the queue of a scheduler: a job of Slurm, whose batch script is the supervisor."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+
+from orchestrate.dataclass import dataclass
+from orchestrate.errors import EngineError, OrchestrateError
+from orchestrate.files.folder import content
+from orchestrate.host import records, slurm
+from orchestrate.record.paths import JobPaths
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A job of Slurm that supervises, or will supervise, the job with these files."""
+
+    id: str
+    paths: JobPaths
+
+    def __str__(self) -> str:
+        """Describe it in messages."""
+        return f"job {self.id} of Slurm"
+
+    def ask_to_stop(self) -> bool:
+        """Ask it to stop, or cancel it if it has not started; return False if it is not in the queue anymore."""
+        state = slurm.state(self.id, fresh=True)
+        if not state.name:
+            return False
+        os.close(os.open(self.paths.stop_asked, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600))
+        how = ["--batch", "--signal=TERM"] if state.name == "RUNNING" else []
+        with contextlib.suppress(EngineError):  # it has just ended
+            slurm.call("scancel", *how, self.id)
+        return True
+
+
+def of(paths: JobPaths) -> Batch | None:
+    """Return the job of Slurm to which a job was submitted last, on whatever machine; None if it was not."""
+    with contextlib.suppress(OSError, ValueError):
+        text, record = content(paths.batch), records.find(paths.root)
+        if record and records.written(record, paths.batch.name, text) and re.fullmatch(r"[0-9]{1,20}\n", text):
+            return Batch(text.strip(), paths)
+    return None
+
+
+def holder(batch: Batch) -> Batch | None:
+    """Return it as long as it is in the queue; also while that is unknown, since the controller does not answer."""
+    with contextlib.suppress(EngineError):
+        if not slurm.state(batch.id).name:
+            return None
+    return batch
+
+
+def is_evicted(found: Batch) -> bool:
+    """Whether a signal to its supervisor is that of Slurm, before a time limit or for another job.
+
+    Otherwise a user has asked for it, by our own command or by Slurm's.
+    """
+    if os.path.lexists(found.paths.stop_asked):
+        return False
+    try:
+        known = slurm.facts(found.id)
+    except EngineError as error:
+        log.info("%s", error)
+        return True
+    return known.get("JobState") == "RUNNING" or slurm.is_leaving(known)  # the former before a time limit
+
+
+def last_state(found: Batch) -> str:
+    """Return the state of a job that is not in the queue anymore, such as CANCELLED or TIMEOUT; empty if unknown."""
+    with contextlib.suppress(OrchestrateError):  # the controller knows it for some minutes
+        return slurm.facts(found.id).get("JobState", "")
+    with contextlib.suppress(OrchestrateError):  # and accounting later, if the cluster has it
+        text = slurm.call("sacct", "--noheader", "--allocations", "--format=State", f"--jobs={found.id}")
+        return (text.split() or [""])[0]
+    return ""
+
+
+def requeue(found: Batch) -> bool:
+    """Put the job of Slurm that this process runs in back into the queue; return False if it has to be submitted again.
+
+    Slurm may have done that already.
+    """
+    try:
+        slurm.call("scontrol", "requeue", found.id)
+    except EngineError as error:
+        log.info("%s", error)
+        with contextlib.suppress(EngineError):
+            return "disabled" not in str(error) and "PREEMPTED" not in slurm.facts(found.id).get("JobState", "")
+    return True
+
+
+def keep(paths: JobPaths, number: str) -> None:
+    """Record to which job of Slurm a job was submitted; raises OSError."""
+    paths.stop_asked.unlink(missing_ok=True)
+    records.write(paths.batch, f"{number}\n")

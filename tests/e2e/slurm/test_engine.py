@@ -1,0 +1,190 @@
+"""The engine `slurm` on a real cluster: submit, follow, stop, restart, requeue."""
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from support.faults import complete
+from support.optional import not_none
+from support.repo import SCRIPTS
+from support.waiting import eventually
+
+pytestmark = [pytest.mark.docker, pytest.mark.slow]
+SUMS = """import os
+import socket
+
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+found = torch.ones(1) * dist.get_rank()
+dist.all_reduce(found)
+print(f"{socket.gethostname()}: {found.item():g}", "SLURM_NTASKS" in os.environ, flush=True)
+dist.destroy_process_group()
+"""
+
+
+class Jobs:
+    """Our command on the machine for logging in, in a folder with scripts."""
+
+    def __init__(self, cluster, folder: Path) -> None:
+        self.cluster, self.folder = cluster, folder
+        for script in SCRIPTS.glob("count.py"):
+            shutil.copy(script, folder)
+        (folder / "sums.py").write_text(SUMS)
+
+    def __call__(self, *arguments: str) -> tuple[int, str, str]:
+        process = self.cluster.orchestrate(self.folder, *arguments)
+        out, err = process.communicate(timeout=120)
+        return process.returncode, out, err
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        return self.cluster.orchestrate(self.folder, "run", "--engine", "slurm", *arguments)
+
+    def detach(self, *arguments: str) -> Path:
+        code, out, err = self("run", "--engine", "slurm", "--detach", *arguments)
+        assert code == 0, err
+        return self.folder / out.strip()
+
+    def steps(self, run: Path, rank: int) -> list[tuple[int, int]]:
+        path = run / "logs" / f"rank-{rank}.log"
+        found = re.findall(r"^step (\d+) in (\d+)$", path.read_text(), re.M) if path.exists() else []
+        return [(int(step), int(generation)) for step, generation in found]
+
+    def pid(self, run: Path, rank: int) -> int:
+        return int(re.findall(r"pid (\d+)", (run / "logs" / f"rank-{rank}.log").read_text())[-1])
+
+
+def report(run: Path) -> dict:
+    eventually((run / "report.json").exists)
+    return json.loads((run / "report.json").read_text())
+
+
+def number(run: Path) -> str:
+    return (run / "slurm-job").read_text().strip()
+
+
+@pytest.fixture
+def jobs(machines, folder, nothing_left):
+    yield Jobs(machines, folder)
+    machines.settle()
+
+
+@pytest.mark.exhaustive
+def test_a_job_must_be_followed_from_its_submission_to_its_end(jobs):
+    (jobs.folder / "runs").mkdir(mode=0o700)
+    code, out, err = jobs("run", "--engine", "slurm", "--nodes", "3", "--", "sums.py")
+    assert code == 0, err
+    assert sorted(line for line in out.splitlines() if line.startswith("[")) == [
+        f"[{rank}] n{rank + 1}: 3 False" for rank in range(3)
+    ]
+    assert re.search(
+        r"^submitted (sums-\w+) as job \d+ of Slurm\nfollowing \1, supervised by job \d+ of Slurm", err, re.M
+    )
+    assert "succeeded: 3 workers" in err
+    (run,) = jobs.folder.glob("runs/*")
+    assert not (run / "addresses").exists() and "#!/bin/bash" in (run / "slurm.sh").read_text()
+    assert jobs.cluster.state(number(run)) == "COMPLETED"
+    assert jobs("rm", run.name)[0] == 0 and not run.exists()
+
+
+def test_a_killed_worker_must_restart_the_gang_within_the_allocation(jobs):
+    run = jobs.detach("--nodes", "2", "--", "count.py", "until-restarted")
+    eventually(lambda: len(jobs.steps(run, 0)) > 25 and len(jobs.steps(run, 1)) > 25)
+    assert [row.split()[1:4] for row in jobs("ps")[1].splitlines()[1:]] == [["slurm", "2", "running"]]
+    assert jobs("exec", run.name, "--rank", "1", "--", "hostname")[1] == "n2\n"
+    jobs.cluster.kill(jobs.pid(run, 1), "n2")
+    code, _, err = jobs("attach", run.name)  # from another shell
+    assert code == 0, err
+    found = report(run)
+    assert (found["outcome"], found["generations"]) == ("succeeded", 2)
+    assert [(failure["rank"], failure["cause"]) for failure in found["failures"]] == [(1, "killed")]
+    assert all(complete(jobs.steps(run, rank)) for rank in range(2))
+
+
+@pytest.mark.exhaustive
+def test_a_lost_machine_must_be_replaced_by_a_spare_within_the_allocation(jobs):
+    run = jobs.detach("--nodes", "2", "--set", "spares=1", "--", "count.py", "until-restarted")
+    eventually(lambda: len(jobs.steps(run, 1)) > 25)
+    subprocess.run(["docker", "kill", jobs.cluster.of("n2")], check=True, capture_output=True)
+    try:
+        found = report(run)
+    finally:
+        subprocess.run(["docker", "start", jobs.cluster.of("n2")], check=True, capture_output=True)
+    assert (found["outcome"], found["generations"], found["failures"][0]["rank"]) == ("succeeded", 2, 1)
+    hosts = [
+        json.loads(line)["hosts"] for line in (run / "events.jsonl").read_text().splitlines() if '"nodes_up"' in line
+    ]
+    assert [*hosts[0].values()][:2] == ["n1", "n2"] and [*hosts[1].values()] == ["n1", "n3"]
+    assert (run / "slurm-job").read_text().strip() == number(run)
+
+
+def test_stop_must_let_workers_save_and_the_job_continue_with_resume(jobs):
+    run = jobs.detach("--nodes", "2", "--", "count.py", "100000")
+    eventually(lambda: len(jobs.steps(run, 1)) > 15)
+    code, _, err = jobs("stop", run.name)
+    assert code == 0 and f"{run.name} stopped" in err
+    assert report(run)["outcome"] == "stopped"
+    last = jobs.steps(run, 1)[-1][0]
+    assert (run / "checkpoints" / "rank-1").read_text() == str(last)
+    jobs.cluster.settle()
+    resumed = jobs.cluster.orchestrate(jobs.folder, "resume", run.name)
+    eventually(lambda: jobs.steps(run, 1)[-1] > (last + 5, 1))
+    assert (last + 1, 1) in jobs.steps(run, 1)
+    jobs.cluster("scancel", number(run))  # by Slurm's own command
+    resumed.communicate(timeout=60)
+    assert resumed.returncode == 130
+    assert report(run)["outcome"] == "stopped"
+
+
+@pytest.mark.exhaustive
+def test_a_job_that_waits_must_say_why_and_end_when_it_is_canceled(jobs):
+    process = jobs.start("--nodes", "9", "--", "sums.py")
+    lines = []
+    for line in not_none(process.stderr):
+        lines.append(line)
+        if "PartitionNodeLimit" in line:
+            break
+    assert re.fullmatch(r"job \d+ of Slurm is pending \(PartitionNodeLimit\)\n", lines[-1])
+    (run,) = jobs.folder.glob("runs/*")
+    assert jobs("stop", run.name)[0] == 0
+    process.communicate(timeout=60)
+    assert process.returncode == 130 and report(run)["outcome"] == "stopped"
+    code, _, err = jobs("run", "--engine", "slurm", "--set", "slurm.partition=nope", "--", "sums.py")
+    assert code == 3 and "invalid partition specified: nope" in err
+    assert [*jobs.folder.glob("runs/*")] == [run]
+
+
+@pytest.mark.exhaustive
+def test_a_preempted_job_must_save_and_be_put_back_into_the_queue(jobs):
+    run = jobs.detach("--nodes", "3", "--set", "grace=5s", "--", "count.py", "100000")
+    eventually(lambda: len(jobs.steps(run, 2)) > 15)
+    jobs.cluster("sbatch", "--partition", "urgent", "--nodes", "3", "--wrap", "true", folder=jobs.folder)
+    eventually(
+        lambda: (
+            "REQUEUED" in jobs.cluster("squeue", "-h", "-j", number(run), "-o", "REQUEUED %T %r")
+            and "PENDING" in jobs.cluster("squeue", "-h", "-j", number(run), "-o", "%T")
+        )
+    )
+    assert not (run / "report.json").exists()
+    assert (run / "checkpoints" / "rank-2").read_text() == str(jobs.steps(run, 2)[-1][0])
+    jobs.cluster("scontrol", "update", f"JobId={number(run)}", "StartTime=now")
+    eventually(lambda: jobs.steps(run, 2)[-1][1] == 1)
+    steps = jobs.steps(run, 2)
+    assert complete(steps, last=steps[-1][0])
+    assert jobs("stop", run.name)[0] == 0 and report(run)["outcome"] == "stopped"
+
+
+@pytest.mark.exhaustive
+def test_the_end_of_the_allocation_must_let_workers_save_and_requeue_the_job_until_its_limit(jobs):
+    run = jobs.detach("--nodes", "2", "--set", "grace=5s", "--set", "slurm.requeues=0", "--", "count.py", "100000")
+    eventually(lambda: len(jobs.steps(run, 1)) > 15)
+    jobs.cluster(
+        "scancel", "--batch", "--signal=TERM", number(run)
+    )  # the signal that Slurm sends before the time limit
+    found = report(run)
+    assert (found["outcome"], found["reason"]) == ("stopped", "slurm.requeues is 0")
+    assert (run / "checkpoints" / "rank-1").read_text() == str(jobs.steps(run, 1)[-1][0])
