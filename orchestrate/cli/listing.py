@@ -20,6 +20,7 @@ from orchestrate.files.lines import last
 from orchestrate.files.paths import METRICS
 from orchestrate.host import claims, owners
 from orchestrate.record import lock, metrics, run_dir
+from orchestrate.record.batch import Batch
 from orchestrate.record.paths import JobPaths
 from orchestrate.spec.sizes import format_bytes
 from orchestrate.spec.spec import JobSpec
@@ -48,7 +49,7 @@ def current(runs: Path) -> Iterator[Listed]:
     for engine in choice.available_engines():
         for state in engine.jobs():
             busy = lock.supervisor(state.paths)
-            status = _of_cluster(state, engine, busy) if state.cluster else "running" if busy else _without(state)
+            status = _of_cluster(state, engine, busy) if state.cluster else _of(busy) if busy else _without(state)
             shown.add(state.job_id)
             facts = (state.job_id, state.engine, state.nodes, status, state.paths.root, created_at(state.paths))
             yield Listed(*facts, metrics=_metrics(state.paths))
@@ -67,6 +68,11 @@ def queued() -> Iterator[Listed]:
         if claim.among:
             state = f"waits for {claims.wanted(claim.among, claim.count)}"
             yield Listed(str(claim), "", 0, state, None, claim.since / 1e9)
+
+
+def _of(supervisor: lock.Supervisor | Batch) -> str:
+    """The state of a job with a supervisor, or one that a scheduler has not started yet."""
+    return "pending" if isinstance(supervisor, Batch) and supervisor.waits() else "running"
 
 
 def _without(state: JobState) -> str:

@@ -14,8 +14,6 @@ from orchestrate.record import run_dir
 from orchestrate.record.batch import Batch
 from orchestrate.record.paths import JobPaths
 
-WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT")  # states of a job in the queue
-
 
 @contextlib.contextmanager
 def detaching(name: str) -> Iterator[None]:
@@ -41,7 +39,7 @@ def rounds(args: argparse.Namespace, paths: JobPaths) -> Iterator[bool]:
 def in_queue(job: Batch, clock: Clock) -> None:
     """Print why a job waits in the queue of a scheduler, whenever that changes, until it does not wait anymore."""
     shown = None
-    while (found := slurm.state(job.id)).name in WAITING:
+    while (found := slurm.state(job.id)).name in slurm.WAITING:
         if found != shown:
             shown = found
             start = f"; expected to start at {found.start}" if found.start[:1].isdigit() else ""

@@ -15,6 +15,7 @@ from orchestrate.errors import EngineError, ResourceError
 log = logging.getLogger(__name__)
 TIMEOUT = 60.0  # seconds for a command; a busy controller takes long
 KEPT = 2.0  # seconds for which a state counts as current: a site may punish those who ask often
+WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT")  # states of a job in the queue
 UNKNOWN = "Invalid job id"  # in what commands print about a job that the controller no longer knows
 
 

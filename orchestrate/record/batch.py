@@ -27,6 +27,12 @@ class Batch:
         """Describe it in messages."""
         return f"job {self.id} of Slurm"
 
+    def waits(self) -> bool:
+        """Whether it waits in the queue, as far as that is known."""
+        with contextlib.suppress(EngineError):
+            return slurm.state(self.id).name in slurm.WAITING
+        return False
+
     def ask_to_stop(self) -> bool:
         """Ask it to stop, or cancel it if it has not started; return False if it is not in the queue anymore."""
         state = slurm.state(self.id, fresh=True)

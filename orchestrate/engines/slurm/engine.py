@@ -14,9 +14,9 @@ from orchestrate.engines import venv
 from orchestrate.engines.base import JobState, Local, ignoring
 from orchestrate.engines.docker import mounts
 from orchestrate.engines.process import LIMITS
+from orchestrate.engines.slurm import addresses
 from orchestrate.engines.slurm.session import SlurmSession
 from orchestrate.errors import EngineError, UsageError
-from orchestrate.files.folder import content
 from orchestrate.files.paths import code_folder
 from orchestrate.host import slurm
 from orchestrate.node.warm import SUPPORTED
@@ -90,14 +90,12 @@ class SlurmEngine:
     def inside(self, spec: JobSpec, plan: Plan, run: Path, worker: WorkerPlan, terminal: bool) -> Local:
         """Return a step of the job on the machine of a worker."""
         paths = JobPaths(run.parent)
-        found = batch.of(paths)
-        try:
-            host = content(paths.addresses / worker.node).split()[1]
-        except (OSError, IndexError):
-            raise UsageError(f"{worker.node} does not run", f"python -m orchestrate attach {plan.job_id}") from None
+        found, address = batch.of(paths), addresses.read(paths.addresses, worker.node)
+        if not found or not address:
+            raise UsageError(f"{worker.node} does not run", f"python -m orchestrate attach {plan.job_id}")
         cwd = plan.placement.cwd(plan.placement.code)
-        words = ["srun", f"--jobid={found.id if found else ''}", "--overlap", "--nodes=1", "--ntasks=1"]
-        words += [f"--nodelist={host}", "--mem=0", f"--chdir={cwd}", "--quiet"]
+        words = ["srun", f"--jobid={found.id}", "--overlap", "--nodes=1", "--ntasks=1"]
+        words += [f"--nodelist={address.host}", "--mem=0", f"--chdir={cwd}", "--quiet"]
         return Local([*words, *(["--pty"] if terminal else [])], os.environ | worker.env)
 
     def jobs(self) -> list[JobState]:

@@ -13,7 +13,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import NamedTuple
 
 from orchestrate.clock import Clock, wait_until
 from orchestrate.engines.base import Observed, never
@@ -21,8 +20,8 @@ from orchestrate.engines.client_session import ClientSession, key_of
 from orchestrate.engines.connection import ANSWER_TIMEOUT, NodeConnection
 from orchestrate.engines.node_clients import NodeClients
 from orchestrate.engines.ports import free_port
+from orchestrate.engines.slurm import addresses
 from orchestrate.errors import AllocationLost, EngineError
-from orchestrate.files.folder import content
 from orchestrate.files.paths import NODE
 from orchestrate.host import slurm
 from orchestrate.node import protocol
@@ -46,13 +45,6 @@ SRUN = (
 )
 
 
-class _Node(NamedTuple):
-    """A node that has started."""
-
-    host: str
-    port: int
-
-
 class SlurmSession(ClientSession):
     """The nodes of one job; only inside of its allocation."""
 
@@ -71,7 +63,7 @@ class SlurmSession(ClientSession):
         self.secrets, self.python = str(self.paths.root / "secrets"), plan.placement.python
         self.workdir = plan.placement.cwd(plan.placement.code)
         self.clients = NodeClients(self, warn, self._heard)
-        self.nodes: dict[str, _Node] = {}
+        self.nodes: dict[str, addresses.Address] = {}
         self.steps: list[subprocess.Popen[bytes]] = []
         self.first = ""  # node of rank 0
         self.asked: dict[str, float] = {}  # node: time of the first unanswered request
@@ -119,12 +111,9 @@ class SlurmSession(ClientSession):
 
     def _found(self, name: str, launch: str) -> bool:
         """Whether a node has written its address in this launch."""
-        with contextlib.suppress(OSError, ValueError):
-            of, host, port = content(self.paths.addresses / name).split()
-            if of == launch:
-                self.nodes[name] = _Node(host, int(port))
-                return True
-        return False
+        if found := addresses.read(self.paths.addresses, name, launch):
+            self.nodes[name] = found
+        return found is not None
 
     def _hosts(self) -> list[str]:
         """Return the machines of the allocation, the one of this process first."""

@@ -150,6 +150,7 @@ def test_a_job_that_waits_must_say_why_and_end_when_it_is_canceled(jobs):
             break
     assert re.fullmatch(r"job \d+ of Slurm is pending \(PartitionNodeLimit\)\n", lines[-1])
     (run,) = jobs.folder.glob("runs/*")
+    assert [row.split()[3] for row in jobs("ps")[1].splitlines()[1:]] == ["pending"]
     assert jobs("stop", run.name)[0] == 0
     process.communicate(timeout=60)
     assert process.returncode == 130 and report(run)["outcome"] == "stopped"
