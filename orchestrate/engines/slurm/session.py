@@ -70,7 +70,7 @@ class SlurmSession(ClientSession):
         self.last_asked = 0.0
         self.silent: dict[str, float] = {}  # host of a node that stopped answering: time when its lease has expired
         self.lost: set[str] = set()  # nodes that were lost with their hosts
-        self.relay: tuple[str, int] | None = None
+        self.relay = 0  # port at which this process renews leases
 
     def up(self, plan: Plan, stopped: Callable[[], bool] = never) -> None:
         """Start a node on a free machine of the allocation for each that is missing."""
@@ -85,8 +85,8 @@ class SlurmSession(ClientSession):
     def _start_nodes(self, names: list[str], hosts: list[str], plan: Plan, stopped: Callable[[], bool]) -> None:
         count, launch = str(len(names)), secrets.token_hex(8)
         if not self.relay:
-            self.relay = socket.gethostname(), (port := free_port())
-            threading.Thread(target=relay, args=(self.key, port), daemon=True).start()
+            self.relay = free_port()
+            threading.Thread(target=relay, args=(self.key, self.relay), daemon=True).start()
         try:
             self.paths.addresses.mkdir(mode=0o700, exist_ok=True)
             ours = {key: value for key, value in os.environ.items() if key in KEPT or not key.startswith("SLURM_")}
@@ -196,14 +196,17 @@ class SlurmSession(ClientSession):
         """End the nodes, and their tasks."""
         self.clients.connect(self.nodes)
         self.clients.broadcast(protocol.End())
-        for seconds, number in ((grace + 1, 0), (2.0, signal.SIGTERM), (2.0, signal.SIGKILL)):
-            for step in self.steps if number else ():
-                step.send_signal(number)
-            if wait_until(lambda: all(step.poll() is not None for step in self.steps), seconds, self.clock):
-                break
+        wait_until(lambda: self._have_ended() or not self.alive(), grace + 1, self.clock, 0.1)
+        for number in (signal.SIGTERM, signal.SIGKILL):  # srun waits for a machine that is lost
+            if not wait_until(self._have_ended, 1.0, self.clock):
+                for step in self.steps:
+                    step.send_signal(number)
         self.nodes, self.steps = {}, []
         for folder in (self.paths.addresses, Path(self.secrets)):
             shutil.rmtree(folder, ignore_errors=True)
+
+    def _have_ended(self) -> bool:
+        return all(step.poll() is not None for step in self.steps)
 
     # --- access to nodes, for their connections
 
@@ -217,8 +220,7 @@ class SlurmSession(ClientSession):
         link = NodeConnection(sock, self.key)
         if not link.greet(ANSWER_TIMEOUT):
             return None
-        if self.relay:
-            link.send(protocol.Lease((socket.gethostbyname(self.relay[0]), self.relay[1])))
+        link.send(protocol.Lease((sock.getsockname()[0], self.relay)))  # where this machine is for that one
         return link
 
     def runs(self, node: str) -> bool:
