@@ -10,6 +10,7 @@ from pathlib import Path
 
 from orchestrate.console import quoted
 from orchestrate.errors import UsageError
+from orchestrate.files.folder import regular
 from orchestrate.node.command import of_python
 from orchestrate.plan.imports import COPIED
 from orchestrate.spec import command
@@ -45,6 +46,7 @@ def check_script(spec: JobSpec) -> JobSpec:
         _check_program(script, words, here)
         return spec
     _check_file(script, path, exists, top, here)
+    _check_batch_script(path)
     is_python = of_python(spec.command)
     if not is_python and not os.access(path, os.X_OK):
         interpreter = "bash" if path.suffix == ".sh" else "python"
@@ -100,6 +102,17 @@ def _check_file(script: str, path: Path, exists: bool, top: Path, here: Path) ->
             f"the script {script} is outside {top}, the folder that nodes see",
             f"run from its folder: cd {path.parent}",
         )
+
+
+def _check_batch_script(path: Path) -> None:
+    """Raise UsageError for a batch script of Slurm, which would start one job for each worker."""
+    if path.suffix == ".py":
+        return
+    from orchestrate.spec import sbatch  # only here: it takes time to import
+
+    with contextlib.suppress(OSError), regular(path) as file:
+        if found := sbatch.job_file(file.read(sbatch.MAX_SIZE).decode(errors="replace")):
+            raise UsageError(f"{path.name} is a batch script of Slurm", f"as a job file, it is\n\n{found}")
 
 
 def _start(chdir: str, top: Path) -> Path:
