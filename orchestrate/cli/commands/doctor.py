@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of `doctor`."""
-    parser.description = "Report problems that keep jobs from running on this engine or on the hosts of its Swarm."
+    parser.description = (
+        "Report problems that keep jobs from running on this engine, on the hosts of its Swarm, or on a cluster."
+    )
     options.add_job_options(parser)
 
 
@@ -51,6 +53,11 @@ def _findings(spec: JobSpec) -> Iterator[Finding]:
         from orchestrate.doctor.findings import local
 
         yield from local()
+        return
+    if spec.engine == "slurm":
+        from orchestrate.doctor import slurm
+
+        yield from slurm.doctor(spec)
         return
     with sdk():
         from orchestrate.doctor import checks

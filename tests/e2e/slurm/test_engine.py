@@ -159,6 +159,19 @@ def test_a_job_that_waits_must_say_why_and_end_when_it_is_canceled(jobs):
     assert [*jobs.folder.glob("runs/*")] == [run]
 
 
+def test_doctor_must_report_the_cluster_and_what_a_machine_sees(jobs):
+    code, out, err = jobs("doctor", "--engine", "slurm")
+    assert code == 0, out + err
+    assert re.search(r"^ok +Slurm \d+\.\d+", out, re.M) and "accounting is off" in out
+    assert "partition all: 3 machines, 3 free; " in out and "no GPUs; no time limit" in out
+    assert re.search(r"n\d has Python 3\.\d+\.\d+ at /opt/venv/bin/python\n", out) and "sees this folder" in out
+    code, out, _ = jobs("doctor", "--engine", "slurm", "--set", "slurm.partition=nope")
+    assert code == 4 and "there is no partition nope\n         hint: partitions are all, urgent" in out
+    assert "no machine could be asked" in out and "nope" in out.rpartition("no machine could be asked")[2]
+    process = jobs.cluster.orchestrate(Path("/"), "doctor", "--engine", "slurm")
+    assert "does not see this folder" in process.communicate(timeout=60)[0] and process.returncode == 4
+
+
 @pytest.mark.exhaustive
 def test_a_preempted_job_must_save_and_be_put_back_into_the_queue(jobs):
     run = jobs.detach("--nodes", "3", "--set", "grace=5s", "--", "count.py", "100000")

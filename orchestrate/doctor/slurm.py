@@ -1,0 +1,96 @@
+"""Check for problems that keep jobs from running on a cluster with Slurm."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from orchestrate import __version__
+from orchestrate.doctor.findings import BAD, GOOD, WARNING, Finding
+from orchestrate.engines.slurm.engine import SlurmEngine
+from orchestrate.errors import EngineError, OrchestrateError
+from orchestrate.files.paths import PACKAGE
+from orchestrate.host import records, slurm
+from orchestrate.plan.plan import pluralize
+from orchestrate.spec.inputs import REQUEUES
+from orchestrate.spec.spec import JobSpec
+
+PATIENCE = 20  # seconds to wait for a free machine
+FREE = ("idle", "mixed")
+# What a machine sees, as JSON: of each path, whether it exists; and what it can import.
+PROBE = """import importlib.util, json, os, platform, sys
+sys.path.insert(0, sys.argv[1])
+found = {name: importlib.util.find_spec(name) is not None for name in ("torch", "orchestrate")}
+json.dump([os.uname().nodename, platform.python_version(), [*map(os.path.exists, sys.argv[2:])], found], sys.stdout)
+"""
+
+
+def doctor(spec: JobSpec) -> Iterator[Finding]:
+    """Check the commands, the partitions, and what a machine sees; prints nothing."""
+    try:
+        engine = SlurmEngine()
+        yield Finding(GOOD, f"Slurm {engine.version}")
+        controllers = slurm.call("scontrol", "ping")
+    except OrchestrateError as error:
+        yield Finding(BAD, str(error), error.hint, error.exit_code)
+        return
+    if " UP" not in controllers:
+        yield Finding(BAD, f"no controller answers: {' '.join(controllers.split())}", "scontrol ping")
+        return
+    yield from _partitions(spec)
+    kind = slurm.call("scontrol", "show", "config").partition("AccountingStorageType")[2].partition("\n")[0]
+    off = "none" in kind
+    yield Finding(
+        GOOD, "accounting is off: a job is known for some minutes after its end" if off else "accounting is on"
+    )
+    yield from _machine(spec)
+
+
+def _partitions(spec: JobSpec) -> Iterator[Finding]:
+    """Report partitions with their machines; one that the job names must be among them."""
+    totals: dict[str, list[str]] = {}
+    free: dict[str, int] = {}
+    for line in slurm.call("sinfo", "--noheader", "--format", "%R|%D|%T|%c|%m|%G|%l").splitlines():
+        name, count, state, *facts = line.split("|")
+        free[name] = free.get(name, 0) + int(count) * (state in FREE)
+        totals[name] = [str(int(totals.get(name, ["0"])[0]) + int(count)), *facts]
+    for name, (count, cores, memory, gpus, limit) in totals.items():
+        has = "no GPUs" if gpus == "(null)" else gpus
+        each = f"{cores} cores, {memory} MB, {has}"
+        time = "no time limit" if limit == "infinite" else f"time limit {limit}"
+        yield Finding(GOOD, f"partition {name}: {pluralize(int(count), 'machine')}, {free[name]} free; {each}; {time}")
+    wanted = spec.slurm.get("partition")
+    if wanted and wanted not in totals:
+        yield Finding(BAD, f"there is no partition {wanted}", f"partitions are {', '.join(totals)}")
+
+
+def _machine(spec: JobSpec) -> Iterator[Finding]:
+    """Ask a machine whether it sees this folder, the records of jobs, and the same Python."""
+    given = [f"--{name}{f'={value}' * bool(value)}" for name, value in spec.slurm.items() if name != REQUEUES]
+    places = [next(records.places()), PACKAGE]
+    try:
+        with tempfile.NamedTemporaryFile(dir=Path.cwd(), prefix=".orchestrate-") as file:
+            words = [sys.executable, "-I", "-c", PROBE, str(PACKAGE.parent), file.name, *map(str, places)]
+            text = slurm.call("srun", *given, "--ntasks=1", f"--immediate={PATIENCE}", "--quiet", *words)
+        host, python, (folder, home, package), found = json.loads(text.splitlines()[-1])
+    except (EngineError, OSError, ValueError, IndexError) as error:
+        what = f"no machine could be asked whether it sees the same files: {error}"
+        yield Finding(WARNING, what, "try again when a machine is free, and look for Python at the same path on it")
+        return
+    share = "use a folder that all machines share"
+    yield Finding(GOOD, f"{host} has Python {python} at {sys.executable}")
+    yield (
+        Finding(GOOD, f"{host} sees this folder") if folder else Finding(BAD, f"{host} does not see this folder", share)
+    )
+    if not home:
+        hint = "set XDG_STATE_HOME to a folder that all machines share"
+        yield Finding(WARNING, f"{host} does not see {places[0]}, with the records of jobs, if there are any", hint)
+    if not package or not found["orchestrate"]:
+        yield Finding(
+            BAD, f"{host} does not find orchestrate {__version__}", "install it at the same path on all machines"
+        )
+    if not found["torch"]:
+        yield Finding(WARNING, f"{host} has no torch", "install it at the same path on all machines")
