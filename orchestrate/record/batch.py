@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import hmac
 import logging
 import os
 import re
 
 from orchestrate.dataclass import dataclass
 from orchestrate.errors import EngineError, OrchestrateError
-from orchestrate.files.folder import content
+from orchestrate.files.folder import content, write_whole
 from orchestrate.host import records, slurm
+from orchestrate.host.records import Record
 from orchestrate.record.paths import JobPaths
 
 log = logging.getLogger(__name__)
@@ -48,9 +50,14 @@ class Batch:
 def of(paths: JobPaths) -> Batch | None:
     """Return the job of Slurm to which a job was submitted last, on whatever machine; None if it was not."""
     with contextlib.suppress(OSError, ValueError):
-        text, record = content(paths.batch), records.find(paths.root)
-        if record and records.written(record, paths.batch.name, text) and re.fullmatch(r"[0-9]{1,20}\n", text):
-            return Batch(text.strip(), paths)
+        number, _, mac = content(paths.batch).strip().partition(" ")
+        record = records.find(paths.root)
+        if (
+            record
+            and re.fullmatch("[0-9]{1,20}", number)
+            and hmac.compare_digest(mac.encode(), _mac(record, number).encode())
+        ):
+            return Batch(number, paths)
     return None
 
 
@@ -104,4 +111,9 @@ def requeue(found: Batch) -> bool:
 def keep(paths: JobPaths, number: str) -> None:
     """Record to which job of Slurm a job was submitted; raises OSError."""
     paths.stop_asked.unlink(missing_ok=True)
-    records.write(paths.batch, f"{number}\n")
+    write_whole(paths.batch, f"{number} {_mac(records.need(paths.root), number)}\n")
+
+
+def _mac(record: Record, number: str) -> str:
+    """Authenticate the number of a job; its digest in the record could be lost, which the supervisor writes, too."""
+    return hmac.digest(bytes.fromhex(record.events), f"slurm {number}".encode(), "sha256").hex()
