@@ -61,6 +61,12 @@ def of(paths: JobPaths) -> Batch | None:
     return None
 
 
+def is_own(paths: JobPaths) -> bool:
+    """Whether a job was submitted as the job of Slurm that this process runs in."""
+    found = of(paths)
+    return found is not None and slurm.is_inside(found.id)
+
+
 def holder(batch: Batch) -> Batch | None:
     """Return it as long as it is in the queue; also while that is unknown, since the controller does not answer."""
     with contextlib.suppress(EngineError):

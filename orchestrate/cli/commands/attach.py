@@ -17,7 +17,7 @@ from orchestrate.clock import wait_until
 from orchestrate.console import print_message
 from orchestrate.engines import choice
 from orchestrate.engines.base import Engine
-from orchestrate.errors import OrchestrateError
+from orchestrate.errors import OrchestrateError, UsageError
 from orchestrate.host import slurm
 from orchestrate.record import batch, lock, run_dir
 from orchestrate.record.batch import Batch
@@ -29,6 +29,7 @@ from orchestrate.supervise import launch, stores
 from orchestrate.supervise.context import Requeued
 
 KEYS = "Ctrl-C detaches; the job continues"
+RECORDED_AFTER = 60.0  # seconds after which the command that has submitted a job has recorded its number
 SHOWN_AFTER = 5.0  # seconds after which another machine sees what was written to a shared folder
 
 
@@ -37,12 +38,17 @@ def add_arguments(parser: Parser) -> None:
     options.add_job_name(parser, latest=True)
     options.add_runs(parser)
     options.add_stdout_options(parser)
+    parser.add_argument("--batch", action="store_true", help=argparse.SUPPRESS)  # as the batch script of Slurm
     parser.add_argument("--until-eof", action="store_true", help=argparse.SUPPRESS)  # of stdin: of a Python program
 
 
 def run(args: argparse.Namespace) -> int:
     """Follow a job until it ends, supervise it if it has no supervisor, and print the report."""
-    return until_end(args, find.paths_of(args))
+    paths = find.paths_of(args)
+    if args.batch and not wait_until(lambda: batch.is_own(paths), RECORDED_AFTER, args.clock, 0.1):
+        what = f"{paths.root.name} was not submitted as this job of Slurm, but as {batch.of(paths) or 'none'}"
+        raise UsageError(what, f"python -m orchestrate attach {paths.root.name}, on a login node")
+    return until_end(args, paths)
 
 
 def until_end(args: argparse.Namespace, paths: JobPaths) -> int:

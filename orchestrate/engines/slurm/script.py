@@ -54,7 +54,8 @@ def words(spec: JobSpec, paths: JobPaths) -> list[str]:
 def script(spec: JobSpec, paths: JobPaths) -> str:
     """Return the batch script of a job."""
     safe = "-P" if sys.version_info >= (3, 11) else "-s"
-    command = [sys.executable, safe, "-m", "orchestrate", "attach", paths.root.name, "--runs", str(paths.root.parent)]
+    command = [sys.executable, safe, "-m", "orchestrate", "attach", paths.root.name, "--batch"]
+    command += ["--runs", str(paths.root.parent)]
     return SCRIPT.format(
         job=paths.root.name,
         submit=shlex.join(words(spec, paths)),
