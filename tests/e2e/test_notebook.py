@@ -19,6 +19,8 @@ def outputs(notebook: nbformat.NotebookNode, folder: str) -> list[list[str]]:
     for cell in notebook.cells:
         texts = [each.get("text") or each.data["text/plain"] for each in cell.get("outputs", ())]
         lines = "\n".join(texts).replace(folder, "FOLDER").splitlines()
+        # Equal lines are one if they come together.
+        lines = [each for line in lines for each in re.sub(r"^\[0-1\] (.*)", r"[0] \1\n[1] \1", line).split("\n")]
         for change, name in CHANGES.items():
             lines = [re.sub(change, name, line) for line in lines]
         found.append([line for line in lines if line and not line.startswith("importing torch")])
