@@ -81,7 +81,8 @@ def _stop_unsupervised(paths: JobPaths, resources: list[tuple[Engine, str]], cou
         spec, plan = run_dir.load(paths)
         engine = choice.of_plan(spec, plan)
         more = count(spec)
-        feed = Feed(paths, spec, plan, Display(print_message), rest(paths, spec, plan))
+        old = {"last": 0} if plan.engine == "slurm" else {}  # what was written before it waited in the queue
+        feed = Feed(paths, spec, plan, Display(print_message), rest(paths, spec, plan, **old))
         data = launch.supervise(paths, engine, lambda: 1 + more(), feed)
     except (OrchestrateError, BlockingIOError):
         return removal.remove(paths, resources)

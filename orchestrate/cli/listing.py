@@ -19,7 +19,7 @@ from orchestrate.errors import UsageError
 from orchestrate.files.lines import last
 from orchestrate.files.paths import METRICS
 from orchestrate.host import claims, owners
-from orchestrate.record import lock, metrics, run_dir
+from orchestrate.record import batch, lock, metrics, run_dir
 from orchestrate.record.batch import Batch
 from orchestrate.record.paths import JobPaths
 from orchestrate.spec.sizes import format_bytes
@@ -58,8 +58,13 @@ def current(runs: Path) -> Iterator[Listed]:
                     shown.add(paths.root.name)
                     yield from _supervised(paths, f"{'running' if holder else 'no supervisor,'} on {state.job_id}")
     for folder in job_folders(runs, since=time.time() - STILL_SUPERVISED):
-        if folder.name not in shown and lock.supervisor(JobPaths(folder)):
-            yield from _supervised(JobPaths(folder), "running")
+        paths = JobPaths(folder)
+        if folder.name in shown:
+            continue
+        if lock.supervisor(paths):
+            yield from _supervised(paths, "running")
+        elif batch.of(paths) and not os.path.lexists(paths.report):  # of a job of Slurm that has left the queue
+            yield from _supervised(paths, "no supervisor")
 
 
 def queued() -> Iterator[Listed]:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from orchestrate import console, errors
 from orchestrate.clock import Clock
 from orchestrate.console import print_message
+from orchestrate.errors import EngineError
 from orchestrate.host import slurm
 from orchestrate.record import run_dir
 from orchestrate.record.batch import Batch
@@ -39,9 +40,17 @@ def rounds(args: argparse.Namespace, paths: JobPaths) -> Iterator[bool]:
 def in_queue(job: Batch, clock: Clock) -> None:
     """Print why a job waits in the queue of a scheduler, whenever that changes, until it does not wait anymore."""
     shown = None
-    while (found := slurm.state(job.id)).name in slurm.WAITING:
+    while (found := _state(job)).name in slurm.WAITING:
         if found != shown:
             shown = found
             start = f"; expected to start at {found.start}" if found.start[:1].isdigit() else ""
             print_message(f"{job} is {found.name.lower()} ({found.reason}){start}")
         clock.sleep(slurm.KEPT)
+
+
+def _state(job: Batch) -> slurm.State:
+    """Return the state of a job; as long as its controller does not answer, it may wait."""
+    try:
+        return slurm.state(job.id)
+    except EngineError as error:
+        return slurm.State("PENDING", str(error))

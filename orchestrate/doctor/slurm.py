@@ -85,9 +85,9 @@ def _machine(spec: JobSpec) -> Iterator[Finding]:
     yield (
         Finding(GOOD, f"{host} sees this folder") if folder else Finding(BAD, f"{host} does not see this folder", share)
     )
-    if not home:
+    if not home and places[0].exists():
         hint = "set XDG_STATE_HOME to a folder that all machines share"
-        yield Finding(WARNING, f"{host} does not see {places[0]}, with the records of jobs, if there are any", hint)
+        yield Finding(WARNING, f"{host} does not see {places[0]}, with the records of jobs", hint)
     if not package or not found["orchestrate"]:
         yield Finding(
             BAD, f"{host} does not find orchestrate {__version__}", "install it at the same path on all machines"

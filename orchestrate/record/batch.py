@@ -7,6 +7,7 @@ import hmac
 import logging
 import os
 import re
+import time
 
 from orchestrate.dataclass import dataclass
 from orchestrate.errors import EngineError, OrchestrateError
@@ -15,6 +16,7 @@ from orchestrate.host import records, slurm
 from orchestrate.host.records import Record
 from orchestrate.record.paths import JobPaths
 
+ATTEMPTS = 5  # to cancel a job, one second apart
 log = logging.getLogger(__name__)
 
 
@@ -42,8 +44,16 @@ class Batch:
             return False
         os.close(os.open(self.paths.stop_asked, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600))
         how = ["--batch", "--signal=TERM"] if state.name == "RUNNING" else []
-        with contextlib.suppress(EngineError):  # it has just ended
-            slurm.call("scancel", *how, self.id)
+        for left in reversed(range(ATTEMPTS)):
+            try:
+                slurm.call("scancel", *how, self.id)
+                break
+            except EngineError as error:
+                if slurm.UNKNOWN in str(error) or "already" in str(error):  # it has just ended
+                    break
+                if not left:
+                    raise
+                time.sleep(1.0)
         return True
 
 

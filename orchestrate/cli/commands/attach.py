@@ -13,7 +13,7 @@ from collections.abc import Callable
 from orchestrate import errors
 from orchestrate.cli import display, find, options, result, signals, waiting
 from orchestrate.cli.parser import Parser
-from orchestrate.clock import wait_until
+from orchestrate.clock import Clock, wait_until
 from orchestrate.console import print_message
 from orchestrate.engines import choice
 from orchestrate.engines.base import Engine
@@ -78,7 +78,7 @@ def until_end(args: argparse.Namespace, paths: JobPaths) -> int:
                 if not wait_until(lambda: run_dir.ended(paths), SHOWN_AFTER, args.clock, 0.2):
                     _left_the_queue(paths, followed)
             else:
-                _submit(paths)
+                _submit(paths, args.clock)
             continue
         stores.check(spec)  # before this process is responsible for the job
         if not options.quiet(args):
@@ -94,7 +94,7 @@ def until_end(args: argparse.Namespace, paths: JobPaths) -> int:
             break
         except Requeued:
             if not (submitted and batch.requeue(submitted)):
-                _submit(paths)
+                _submit(paths, args.clock)
             return errors.SUCCEEDED
         except BlockingIOError:  # another process took the lock first
             signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -104,11 +104,16 @@ def until_end(args: argparse.Namespace, paths: JobPaths) -> int:
     return result.show(args, paths.root.name, data)
 
 
-def _submit(paths: JobPaths) -> None:
-    """Submit a job to Slurm again."""
+def _submit(paths: JobPaths, clock: Clock) -> None:
+    """Submit a job to Slurm again, unless another command does."""
     from orchestrate.api import prepare  # only here: it takes time to import
 
-    prepare.start_supervisor(paths)
+    try:
+        with lock.held(paths, supervises=False):
+            if not lock.supervisor(paths):
+                prepare.start_supervisor(paths)
+    except BlockingIOError:
+        clock.sleep(0.2)
 
 
 def _left_the_queue(paths: JobPaths, followed: Batch) -> None:

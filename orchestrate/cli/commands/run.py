@@ -64,12 +64,13 @@ def _start(args: argparse.Namespace) -> int:
     _tell_of_example(args, spec)
     result.prepare(args)
     display.style_of(args, job.plan)  # before there is a job: its options may be wrong
-    stops = signals.count(spec) if not args.detach else lambda: 0
+    on_slurm = job.plan.engine == "slurm"  # whose queue outlives this command
+    stops = signals.count(spec) if not (args.detach or on_slurm) else lambda: 0
     with job.claim:
         job.create({STDIN: stdin} if stdin else {})
         if not options.quiet(args):
             print_message(str(job.plan))
-        if args.detach or job.plan.engine == "slurm":
+        if args.detach or on_slurm:
             try:
                 prepare.start_supervisor(job.paths)
             except OrchestrateError:  # Slurm has refused it
@@ -77,7 +78,7 @@ def _start(args: argparse.Namespace) -> int:
                 raise
         if args.detach:
             return _detached(args, job)
-        if job.plan.engine == "slurm":
+        if on_slurm:
             from orchestrate.cli.commands import attach  # only here: it takes time to import
 
             return attach.until_end(args, job.paths)

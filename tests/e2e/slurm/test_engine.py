@@ -10,6 +10,7 @@ import pytest
 from support.faults import complete
 from support.optional import not_none
 from support.repo import SCRIPTS
+from support.slurm_cluster import PYTHON
 from support.waiting import eventually
 
 pytestmark = [pytest.mark.docker, pytest.mark.slow]
@@ -156,6 +157,25 @@ def test_a_job_that_waits_must_say_why_and_end_when_it_is_canceled(jobs):
     code, _, err = jobs("run", "--engine", "slurm", "--set", "slurm.partition=nope", "--", "sums.py")
     assert code == 3 and "invalid partition specified: nope" in err
     assert [*jobs.folder.glob("runs/*")] == [run]
+
+
+@pytest.mark.exhaustive
+def test_ctrl_c_must_detach_and_a_killed_supervisor_be_submitted_again_once(jobs):
+    words = [PYTHON, "-m", "orchestrate", "run", "--engine", "slurm", "--nodes", "2", "--", "count.py", "until-asked"]
+    jobs.cluster("timeout", "--signal", "INT", "4", *words, folder=jobs.folder)
+    (run,) = jobs.folder.glob("runs/*")
+    eventually(lambda: len(jobs.steps(run, 1)) > 5)
+    first = number(run)
+    jobs.cluster("scancel", "--batch", "--signal=KILL", first)
+    eventually(lambda: jobs.cluster("squeue", "-h", "-j", first) == "")
+    assert [row.split()[3:5] for row in jobs("ps")[1].splitlines()[1:]] == [["no", "supervisor"]]
+    both = [jobs.cluster.orchestrate(jobs.folder, "attach", run.name) for _ in range(2)]
+    eventually(lambda: jobs.steps(run, 1)[-1][1] == 1)
+    assert len(jobs.cluster("squeue", "-h").splitlines()) == 1
+    (run / "job" / "finish").touch()
+    for process in both:
+        process.communicate(timeout=60)
+        assert process.returncode == 0
 
 
 def test_doctor_must_report_the_cluster_and_what_a_machine_sees(jobs):
