@@ -139,7 +139,7 @@ class Job:
         with _place_kept():
             prepared = resumed.resume(self._paths)
         with prepared.claim:
-            prepare.start_supervisor(self._paths)
+            prepare.hand_over(prepared)
 
     def logs(self, rank: int | None = None, follow: bool = False) -> Iterator[str]:
         """Yield the lines of one rank, or of all ranks with their names; with `follow`, until the job ends."""
@@ -291,7 +291,7 @@ def _started(
             prepared.create({name: io.BytesIO(text) for name, text in program.files.items()})
         if tell:
             console.print_message(prepared.plan)
-        prepare.start_supervisor(prepared.paths, bound)
+        prepare.hand_over(prepared, bound)
     return Job(prepared.paths.root)
 
 

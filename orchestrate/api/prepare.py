@@ -88,16 +88,21 @@ def planned(spec: JobSpec, runs: Path) -> Plan:
     return _plan(spec, inventory, _placement(spec, inventory, own, paths, engine), paths)
 
 
-def start_supervisor(paths: JobPaths, bound: bool = False) -> None:
-    """Start a supervisor in the background, and return once it has the job; if `bound`, it stops with this process.
+def hand_over(job: Prepared, bound: bool = False) -> None:
+    """Start the supervisor of a job in the background, as `start_supervisor`; with Slurm, submit the job instead.
 
-    With Slurm, the job is submitted instead. Raises OrchestrateError if that fails.
+    Raises OrchestrateError if Slurm refuses it.
     """
-    spec, plan = run_dir.load(paths)
-    if plan.engine == "slurm":
-        from orchestrate.api.submit import submit
+    if job.plan.engine == "slurm":
+        from orchestrate.api.submit import submit  # only here: it takes time to import
 
-        return submit(spec, plan, paths)
+        submit(job.engine, job.spec, job.plan, job.paths)
+    else:
+        start_supervisor(job.paths, bound)
+
+
+def start_supervisor(paths: JobPaths, bound: bool = False) -> None:
+    """Start a supervisor in the background, and return once it has the job; if `bound`, it stops with this process."""
     safe = ["-I"] if sys.flags.isolated else ["-P"] if getattr(sys.flags, "safe_path", False) else []
     command = [sys.executable, *safe, "-m", "orchestrate", "attach", paths.root.name, "--runs", str(paths.root.parent)]
     command += ["--until-eof"] * bound

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 
 from orchestrate.console import print_message
-from orchestrate.engines import choice
+from orchestrate.engines.base import Engine
 from orchestrate.engines.slurm.script import script, words
 from orchestrate.errors import EngineError
 from orchestrate.files.paths import WORK
@@ -18,9 +19,9 @@ from orchestrate.spec.spec import JobSpec
 from orchestrate.supervise.job_files import JobFiles
 
 
-def submit(spec: JobSpec, plan: Plan, paths: JobPaths) -> None:
+def submit(engine: Engine, spec: JobSpec, plan: Plan, paths: JobPaths) -> None:
     """Submit a job whose run directory exists; raises EngineError with Slurm's own words if it refuses it."""
-    _copy_code(spec, plan, paths)
+    _copy_code(plan, paths, engine.hidden(plan, paths.shared))
     records.write(paths.script, script(spec, paths))
     number = slurm.call(*words(spec, paths), cwd=str(paths.root)).strip().partition(";")[0]
     if not number.isdigit():
@@ -29,13 +30,12 @@ def submit(spec: JobSpec, plan: Plan, paths: JobPaths) -> None:
     print_message(f"submitted {paths.root.name} as {batch.Batch(number, paths)}")
 
 
-def _copy_code(spec: JobSpec, plan: Plan, paths: JobPaths) -> None:
+def _copy_code(plan: Plan, paths: JobPaths, hidden: Collection[str]) -> None:
     """Copy the code folder to the working directory of workers: the job may start after it has changed.
 
     What is there already is kept.
     """
     code, files = Path(plan.placement.code), JobFiles(paths)
-    hidden = {*choice.of_plan(spec, plan).hidden(plan, paths.shared)}
-    copy = Copy(code, hidden, paths.folder, WORK, str(code), None)
+    copy = Copy(code, {*hidden}, paths.folder, WORK, str(code), None)
     copy.run()
     files.keep_copied(files.copied() | copy.copied)

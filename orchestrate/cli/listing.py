@@ -20,7 +20,6 @@ from orchestrate.files.lines import last
 from orchestrate.files.paths import METRICS
 from orchestrate.host import claims, owners
 from orchestrate.record import batch, lock, metrics, run_dir
-from orchestrate.record.batch import Batch
 from orchestrate.record.paths import JobPaths
 from orchestrate.spec.sizes import format_bytes
 from orchestrate.spec.spec import JobSpec
@@ -75,9 +74,9 @@ def queued() -> Iterator[Listed]:
             yield Listed(str(claim), "", 0, state, None, claim.since / 1e9)
 
 
-def _of(supervisor: lock.Supervisor | Batch) -> str:
+def _of(supervisor: lock.Supervisor | batch.Batch) -> str:
     """The state of a job with a supervisor, or one that a scheduler has not started yet."""
-    return "pending" if isinstance(supervisor, Batch) and supervisor.waits() else "running"
+    return "pending" if isinstance(supervisor, batch.Batch) and supervisor.waits() else "running"
 
 
 def _without(state: JobState) -> str:

@@ -11,11 +11,11 @@ from pathlib import Path
 from orchestrate import __version__
 from orchestrate.doctor.findings import BAD, GOOD, WARNING, Finding
 from orchestrate.engines.slurm.engine import SlurmEngine
+from orchestrate.engines.slurm.script import flags, given
 from orchestrate.errors import EngineError, OrchestrateError
 from orchestrate.files.paths import PACKAGE
 from orchestrate.host import records, slurm
 from orchestrate.plan.plan import pluralize
-from orchestrate.spec.inputs import REQUEUES
 from orchestrate.spec.spec import JobSpec
 
 PATIENCE = 20  # seconds to wait for a free machine
@@ -69,12 +69,11 @@ def _partitions(spec: JobSpec) -> Iterator[Finding]:
 
 def _machine(spec: JobSpec) -> Iterator[Finding]:
     """Ask a machine whether it sees this folder, the records of jobs, and the same Python."""
-    given = [f"--{name}{f'={value}' * bool(value)}" for name, value in spec.slurm.items() if name != REQUEUES]
     places = [next(records.places()), PACKAGE]
     try:
         with tempfile.NamedTemporaryFile(dir=Path.cwd(), prefix=".orchestrate-") as file:
             words = [sys.executable, "-I", "-c", PROBE, str(PACKAGE.parent), file.name, *map(str, places)]
-            text = slurm.call("srun", *given, "--ntasks=1", f"--immediate={PATIENCE}", "--quiet", *words)
+            text = slurm.call("srun", *flags(given(spec)), "--ntasks=1", f"--immediate={PATIENCE}", "--quiet", *words)
         host, python, (folder, home, package), found = json.loads(text.splitlines()[-1])
     except (EngineError, OSError, ValueError, IndexError) as error:
         what = f"no machine could be asked whether it sees the same files: {error}"

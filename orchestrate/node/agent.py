@@ -366,9 +366,7 @@ def register(folder: str, port: int) -> None:
     """
     name = os.environ["NODE_NAMES"].split()[int(os.environ["SLURM_PROCID"])]
     host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-    for variable in [
-        variable for variable in os.environ if variable.startswith("SLURM") and variable != "SLURM_JOB_ID"
-    ]:
+    for variable in {each for each in os.environ if each.startswith("SLURM")} - {"SLURM_JOB_ID"}:
         del os.environ[variable]  # workers are not tasks of Slurm, for which frameworks would take them
     replace(f"{folder}/{name}", f"{os.environ['NODE_LAUNCH']} {host} {port}\n", 0o600)
 

@@ -20,7 +20,6 @@ from orchestrate.engines.base import Engine
 from orchestrate.errors import OrchestrateError, UsageError
 from orchestrate.host import slurm
 from orchestrate.record import batch, lock, run_dir
-from orchestrate.record.batch import Batch
 from orchestrate.record.logs import rest
 from orchestrate.record.paths import JobPaths
 from orchestrate.show.feed import Feed
@@ -57,13 +56,13 @@ def until_end(args: argparse.Namespace, paths: JobPaths) -> int:
     follower = rest(paths, spec, plan)
     result.prepare(args)
     display.style_of(args, plan)  # its options may be wrong
-    followed: lock.Supervisor | Batch | None = None
+    followed: lock.Supervisor | batch.Batch | None = None
     while not (data := run_dir.ended(paths)):
         if supervisor := lock.supervisor(paths):
             followed = supervisor
             if not options.quiet(args):
                 print_message(f"following {paths.root.name}, supervised by {supervisor} (Ctrl-C detaches)")
-            if isinstance(supervisor, Batch) and not options.quiet(args):
+            if isinstance(supervisor, batch.Batch) and not options.quiet(args):
                 with waiting.detaching(paths.root.name):
                     waiting.in_queue(supervisor, args.clock)
             now = run_dir.load(paths)[1]
@@ -74,7 +73,7 @@ def until_end(args: argparse.Namespace, paths: JobPaths) -> int:
             continue
         submitted = batch.of(paths)
         if plan.engine == "slurm" and not (submitted and slurm.is_inside(submitted.id)):
-            if isinstance(followed, Batch):
+            if isinstance(followed, batch.Batch):
                 if not wait_until(lambda: run_dir.ended(paths), SHOWN_AFTER, args.clock, 0.2):
                     _left_the_queue(paths, followed)
             else:
@@ -106,17 +105,18 @@ def until_end(args: argparse.Namespace, paths: JobPaths) -> int:
 
 def _submit(paths: JobPaths, clock: Clock) -> None:
     """Submit a job to Slurm again, unless another command does."""
-    from orchestrate.api import prepare  # only here: it takes time to import
+    from orchestrate.api.submit import submit  # only here: it takes time to import
 
+    spec, plan = run_dir.load(paths)
     try:
         with lock.held(paths, supervises=False):
             if not lock.supervisor(paths):
-                prepare.start_supervisor(paths)
+                submit(choice.of_plan(spec, plan), spec, plan, paths)
     except BlockingIOError:
         clock.sleep(0.2)
 
 
-def _left_the_queue(paths: JobPaths, followed: Batch) -> None:
+def _left_the_queue(paths: JobPaths, followed: batch.Batch) -> None:
     """Record the end of a job that was canceled in the queue; raise OrchestrateError for one whose end is unknown."""
     state = batch.last_state(followed)
     if state != "CANCELLED":
@@ -129,7 +129,7 @@ def _left_the_queue(paths: JobPaths, followed: Batch) -> None:
 
 
 def _requests(
-    count: Callable[[], int], submitted: Batch | None, engine: Engine
+    count: Callable[[], int], submitted: batch.Batch | None, engine: Engine
 ) -> tuple[Callable[[], int], Callable[[], bool]]:
     """Return the number of requests to stop so far, and whether the scheduler has made them to end the allocation."""
 

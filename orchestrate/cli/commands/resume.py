@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     if job.plan.engine == "slurm":
         from orchestrate.cli.commands import attach  # only here: it takes time to import
 
-        prepare.start_supervisor(paths)
+        prepare.hand_over(job)
         return attach.until_end(args, paths)
     follower, stops = rest(paths, job.spec, job.plan, last=0), signals.count(job.spec)
     with job.claim, display.shown(args, job.plan, paths) as shown:

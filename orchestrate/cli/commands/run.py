@@ -72,9 +72,10 @@ def _start(args: argparse.Namespace) -> int:
             print_message(str(job.plan))
         if args.detach or on_slurm:
             try:
-                prepare.start_supervisor(job.paths)
-            except OrchestrateError:  # Slurm has refused it
-                run_dir.remove(job.paths)
+                prepare.hand_over(job)
+            except OrchestrateError:
+                if on_slurm:  # which has refused it
+                    run_dir.remove(job.paths)
                 raise
         if args.detach:
             return _detached(args, job)

@@ -20,13 +20,13 @@ from orchestrate.errors import EngineError, UsageError
 from orchestrate.files.paths import code_folder
 from orchestrate.host import slurm
 from orchestrate.node.warm import SUPPORTED
-from orchestrate.plan.plan import Inventory, Placement, Plan, WorkerPlan, pluralize
+from orchestrate.plan.plan import Inventory, Placement, Plan, WorkerPlan
 from orchestrate.plan.preload import preload
 from orchestrate.record import batch
 from orchestrate.record.paths import JobPaths
 from orchestrate.spec.spec import JobSpec
 
-GPU = "gpu"  # stands for any GPU: only Slurm knows which ones a job gets
+GPU = "gpu"  # any of them: only Slurm knows which ones a job gets
 UNSUPPORTED = tuple(name for name in LIMITS if name not in ("memory", "cpus"))
 COMMENT = "orchestrate:"  # before the run directory, in the comment of our jobs
 
@@ -52,15 +52,14 @@ class SlurmEngine:
             why = "Slurm does not support pin, share_gpus, virtual_local_rank, queue and keep"
             raise UsageError(why, "remove them; jobs wait in Slurm's own queue")
         about = ignoring(spec, UNSUPPORTED, "Slurm")
-        nodes, workers = spec.trainers + 1, spec.nproc_per_node or 1
-        gpus = {"auto": 0, "none": 0, "all": nodes * workers}.get(str(spec.gpus), spec.gpus)
+        nodes = spec.trainers + 1
         code = code_folder(spec.command)
         where = f", partition {spec.slurm['partition']}" if "partition" in spec.slurm else ""
         inventory = Inventory(
             engine="slurm",
             about=f"Slurm {self.version}{where}{about}",
             cores=tuple(range(nodes * cpus(spec))),
-            gpus=(GPU,) * int(gpus),
+            gpus=(GPU,) * gpus(spec),
             no_gpus="the job asks for none (--gpus N)",
             hosts=nodes,
         )
@@ -133,6 +132,8 @@ def cpus(spec: JobSpec) -> int:
     return math.ceil(spec.cpus) if spec.cpus else spec.nproc_per_node or 1
 
 
-def shape(spec: JobSpec) -> str:
-    """Describe the machines that a job asks for."""
-    return pluralize(spec.trainers + 1 + spec.spares, "machine")
+def gpus(spec: JobSpec) -> int:
+    """Return the number of GPUs that all nodes ask for."""
+    if isinstance(spec.gpus, int):
+        return spec.gpus
+    return (spec.trainers + 1) * (spec.nproc_per_node or 1) if spec.gpus == "all" else 0

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import shlex
 import sys
+from collections.abc import Mapping
 
-from orchestrate.engines.slurm.engine import COMMENT, cpus
+from orchestrate.engines.slurm.engine import COMMENT, cpus, gpus
 from orchestrate.files.paths import PACKAGE
 from orchestrate.record.paths import JobPaths
 from orchestrate.spec.inputs import REQUEUES
@@ -39,16 +40,24 @@ def options(spec: JobSpec, paths: JobPaths) -> dict[str, str]:
     }
     if spec.memory and spec.memory != UNLIMITED:
         found["mem"] = f"{math.ceil(parse_size(spec.memory) / 1024)}K"
-    if spec.gpus not in ("auto", "none"):
-        nodes, workers = spec.trainers + 1, spec.nproc_per_node or 1
-        found["gpus-per-node"] = str(math.ceil(int(spec.gpus) / nodes) if spec.gpus != "all" else workers)
-    return found | {name: value for name, value in spec.slurm.items() if name != REQUEUES}
+    if count := gpus(spec):
+        found["gpus-per-node"] = str(math.ceil(count / (spec.trainers + 1)))
+    return found | given(spec)
+
+
+def given(spec: JobSpec) -> dict[str, str]:
+    """Return the options of Slurm that the job names."""
+    return {name: value for name, value in spec.slurm.items() if name != REQUEUES}
+
+
+def flags(options: Mapping[str, str]) -> list[str]:
+    """Return options as arguments of a command of Slurm."""
+    return [f"--{name}{f'={value}' * bool(value)}" for name, value in options.items()]
 
 
 def words(spec: JobSpec, paths: JobPaths) -> list[str]:
     """Return the command that submits a job: as options of it, they take precedence over variables such as SBATCH_*."""
-    given = [f"--{name}{f'={value}' * bool(value)}" for name, value in options(spec, paths).items()]
-    return ["sbatch", "--parsable", *given, str(paths.script)]
+    return ["sbatch", "--parsable", *flags(options(spec, paths)), str(paths.script)]
 
 
 def script(spec: JobSpec, paths: JobPaths) -> str:
@@ -58,7 +67,7 @@ def script(spec: JobSpec, paths: JobPaths) -> str:
     command += ["--runs", str(paths.root.parent)]
     return SCRIPT.format(
         job=paths.root.name,
-        submit=shlex.join(words(spec, paths)),
+        submit=shlex.join(words(spec, paths)).replace("\n", " "),  # in a comment
         package=shlex.quote(str(PACKAGE.parent)),
         command=shlex.join(command),
     )

@@ -142,7 +142,7 @@ def send_written(
     each: Callable[[Callable[[NodeConnection], None]], object],
     stopped: Callable[[], bool],
 ) -> None:
-    """Send the files that a job has written, which are in `here`, to its `folder` on each node that lacks some.
+    """Send a job's files from `here` to its `folder` on each node, unless the node has all of them.
 
     `each` calls a function with a connection to each node; `scratch` is for an archive.
     """

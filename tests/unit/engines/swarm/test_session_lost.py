@@ -126,7 +126,7 @@ def test_the_cause_of_a_workers_end_must_follow_from_swarms_state_of_its_node(en
     assert engine.explain(WorkerExit(3, 137), "trainer-3") == "node lost"  # no longer known to Swarm
     down(stub, 1)
     assert engine.explain(WorkerExit(1, 137), "trainer-1") == "host lost"
-    down(stub, 1, "ready")  # the host is back, and has ended the node of its own accord
+    down(stub, 1, "ready")  # the host is up again, and has ended the node itself
     assert engine.explain(WorkerExit(1, 137), "trainer-1") == "host lost"
 
 
