@@ -1,4 +1,4 @@
-"""`run --resume`."""
+"""`run --resume`, and `resume` in the background."""
 
 
 def test_run_must_resume_a_job(cli, nothing_left):
@@ -12,3 +12,16 @@ def test_run_must_resume_a_job(cli, nothing_left):
     done = cli("run", "--resume", "latest")
     assert done.returncode == 0, done.stderr
     assert cli.report()["generations"] == 2
+
+
+def test_a_job_must_be_resumed_in_the_background(cli, nothing_left):
+    (cli.folder / "fails.py").write_text("import os, sys; sys.exit(os.path.exists('fail'))\n")
+    run = ("run", "--engine", "process", "--trainers", "0", "--max-restarts", "0")
+    for resume in (("resume", "--detach"), ("run", "--resume", "latest", "--detach")):
+        (cli.folder / "fail").touch()
+        assert cli(*run, "fails.py").returncode == 1
+        (cli.folder / "fail").unlink()
+        done = cli(*resume)
+        assert (done.returncode, len(done.stdout.splitlines())) == (0, 1), done.stderr
+        assert (cli.folder / done.stdout.strip() / "events.jsonl").exists() and "attach" in done.stderr
+        assert cli("wait", done.stdout.strip()).returncode == 0

@@ -32,14 +32,14 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--resume", type=options.job, dest="job", metavar="JOB", help="continue this job, as `resume` does"
     )
-    parser.add_argument("--detach", action="store_true", help="run in the background, and print the run directory")
+    resume.add_detach(parser)
     options.add_runs(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Run a job until it ends, in this process or in the background; return its exit code."""
     if args.job:
-        if args.script is not None or args.file or args.set or flags(args):
+        if args.script is not None or args.file or args.set or args.dry_run or flags(args):
             raise UsageError("--resume uses the script and the settings of the job", "remove all other options")
         return resume.run(args)
     return show_plan(args) if args.dry_run else _start(args)
@@ -78,7 +78,7 @@ def _start(args: argparse.Namespace) -> int:
                     run_dir.remove(job.paths)
                 raise
         if args.detach:
-            return _detached(args, job)
+            return resume.detached(args, job.paths)
         if on_slurm:
             from orchestrate.cli.commands import attach  # only here: it takes time to import
 
@@ -103,11 +103,3 @@ def _read_stdin() -> IO[bytes]:
     shutil.copyfileobj(sys.stdin.buffer, file)
     file.seek(0)
     return file
-
-
-def _detached(args: argparse.Namespace, job: prepare.Prepared) -> int:
-    """Print the run directory of a job whose supervisor runs in the background; return the exit code."""
-    run = args.shown / job.paths.root.name
-    print_message(f"hint: python -m orchestrate attach {run.name} follows it; supervisor log: {run / 'supervisor.log'}")
-    out(run)
-    return errors.SUCCEEDED
