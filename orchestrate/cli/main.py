@@ -12,7 +12,7 @@ from orchestrate.cli.options import module, quiet
 from orchestrate.cli.table import COMMANDS
 from orchestrate.clock import SYSTEM, Clock
 from orchestrate.console import print_message
-from orchestrate.errors import OrchestrateError, UsageError
+from orchestrate.errors import EngineError, OrchestrateError, ResourceError, UsageError
 from orchestrate.patience import Abandoned
 
 
@@ -38,6 +38,8 @@ def _run_guarded(argv: list[str], clock: Clock) -> int:
         print_message(f"error: {error}")
         if error.hint:
             print_message(f"hint: {error.hint}")
+        if isinstance(error, (EngineError, ResourceError)) and argv[0] in ("run", "up", "resume"):
+            print_message("hint: python -m orchestrate doctor checks this machine")
         return error.exit_code
     except (KeyboardInterrupt, Abandoned):
         print_message("stopped")

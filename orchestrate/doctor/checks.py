@@ -15,7 +15,10 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from orchestrate.console import print_message
-from orchestrate.doctor.findings import BAD, GOOD, WARNING, Finding, gpus, local
+from orchestrate.doctor import engine
+from orchestrate.doctor.findings import BAD, GOOD, WARNING, Finding
+from orchestrate.doctor.machine import gpus, local
+from orchestrate.doctor.trial import trial
 from orchestrate.engines.docker import toolkit
 from orchestrate.engines.docker.client import Daemon
 from orchestrate.engines.docker.guard import wanted
@@ -42,8 +45,8 @@ CONNECT_TIMEOUT = 2.0  # seconds
 SWARM_PORTS = (2377, 7946)  # TCP: managers only, all hosts
 
 
-def doctor(spec: JobSpec) -> Iterator[Finding]:
-    """Check the Docker Engine, and its Swarm if it manages one."""
+def doctor(spec: JobSpec, job: bool = False) -> Iterator[Finding]:
+    """Check the Docker Engine, with `job` also by a job if it has the image, and its Swarm if it manages one."""
     try:
         daemon = Daemon()
     except OrchestrateError as error:
@@ -51,7 +54,7 @@ def doctor(spec: JobSpec) -> Iterator[Finding]:
         yield from local()
         return
     info = daemon.info
-    yield Finding(GOOD, f"Docker Engine {info['ServerVersion']} at {daemon.host}, with Compose")
+    yield from engine.settings(daemon)
     yield from _gpus(info)
     yield (
         Finding(GOOD, f"image {spec.image} exists")
@@ -61,15 +64,17 @@ def doctor(spec: JobSpec) -> Iterator[Finding]:
     if spec.image != IMAGE and wanted(spec) and not has_image(daemon, IMAGE):
         what = f"image {IMAGE} is missing: without it, nodes can reach this machine's ports"
         yield Finding(WARNING, what, "docker compose build")
+    if job and has_image(daemon, spec.image):
+        yield from trial(spec)
     if info.get("Swarm", {}).get("LocalNodeState") != "active":
         yield Finding(GOOD, "not part of a Swarm")
         return
     try:
-        engine = SwarmEngine()
+        swarm = SwarmEngine()
     except OrchestrateError as error:
         yield Finding(WARNING, str(error), error.hint)
         return
-    yield from check_swarm(engine, spec)
+    yield from check_swarm(swarm, spec)
 
 
 def _gpus(info: dict[str, Any]) -> Iterator[Finding]:
@@ -84,9 +89,9 @@ def _gpus(info: dict[str, Any]) -> Iterator[Finding]:
     yield from gpus(found)
 
 
-def check_swarm(engine: SwarmEngine, spec: JobSpec) -> Iterator[Finding]:
+def check_swarm(swarm: SwarmEngine, spec: JobSpec) -> Iterator[Finding]:
     """Report the hosts of a Swarm."""
-    hosts = sorted(engine.manager.hosts().values(), key=lambda host: str(host["Description"]["Hostname"]))
+    hosts = sorted(swarm.manager.hosts().values(), key=lambda host: str(host["Description"]["Hostname"]))
     versions = {str(host["Description"]["Engine"]["EngineVersion"]) for host in hosts}
     if len(versions) > 1:
         yield Finding(
@@ -95,7 +100,7 @@ def check_swarm(engine: SwarmEngine, spec: JobSpec) -> Iterator[Finding]:
     for host in hosts:
         yield from check_host(host)
     try:
-        yield from check_overlay(engine, spec, {str(host["Description"]["Hostname"]) for host in hosts if ready(host)})
+        yield from check_overlay(swarm, spec, {str(host["Description"]["Hostname"]) for host in hosts if ready(host)})
     except OrchestrateError as error:
         yield Finding(BAD, str(error), error.hint)
 
@@ -122,7 +127,7 @@ def check_host(host: ApiObject) -> Iterator[Finding]:
             yield Finding(BAD, f"{name}: {address} does not respond on {port}/tcp", "open the port between the hosts")
 
 
-def check_overlay(engine: SwarmEngine, spec: JobSpec, hosts: set[str]) -> Iterator[Finding]:
+def check_overlay(swarm: SwarmEngine, spec: JobSpec, hosts: set[str]) -> Iterator[Finding]:
     """Start a node on each host and connect to it; raises EngineError if that fails, such as without an overlay."""
     probe = JobSpec(name="doctor", trainers=len(hosts) - 1, gpus="none", image=spec.image, warm=False, grace=1.0)
     with tempfile.TemporaryDirectory() as folder, (Path(folder) / "data").open("w+b") as data:
@@ -135,12 +140,12 @@ def check_overlay(engine: SwarmEngine, spec: JobSpec, hosts: set[str]) -> Iterat
         run = paths.shared
         try:
             paths.create(owner=users.nodes_of(probe.user))
-            inventory, own = engine.inventory(probe, run, run_image=False)
+            inventory, own = swarm.inventory(probe, run, run_image=False)
             probe_plan = plan(probe, inventory, replace(own, code=str(run)), paths.root.name, MASTER_PORT)
-            session = engine.open(probe, probe_plan, run, warn=print_message)
+            session = swarm.open(probe, probe_plan, run, warn=print_message)
             try:
                 session.up(probe_plan)
-                placed = {name: engine.manager.host(task) for name, task in session.nodes.items()}
+                placed = {name: swarm.manager.host(task) for name, task in session.nodes.items()}
                 for name, host in sorted(placed.items(), key=lambda item: item[::-1]):
                     yield from check_node(session, name, host, data)
                 for host in sorted(hosts - {*placed.values()}):

@@ -163,7 +163,7 @@ def jobs(do, tmp_path, monkeypatch):
     create(JobPaths(runs / "waiting-1"))
     create(JobPaths(runs / "cluster-1"), cluster="cluster-1")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(checks, "doctor", lambda spec: [checks.Finding(checks.GOOD, "a thing", "do it")])
+    monkeypatch.setattr(checks, "doctor", lambda *_: [checks.Finding(checks.GOOD, "a thing", "do it")])
     do.engine.generations, do.engine.things = [[ALL_WELL]], ["container x"]
     return do
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -23,36 +24,43 @@ def add_arguments(parser: Parser) -> None:
     parser.description = (
         "Report problems that keep jobs from running on this engine, on the hosts of its Swarm, or on a cluster."
     )
+    parser.add_argument("--quick", action="store_true", help="do not run a job of two nodes and ten steps")
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     options.add_job_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print problems that keep the job of a command line from running; return the exit code of the first error."""
-    return examine(request.spec_of(args))
+    return examine(request.spec_of(args), job=not args.quick, as_json=args.json)
 
 
-def examine(spec: JobSpec) -> int:
-    """Print problems that keep a job from running; return the exit code of the first error."""
+def examine(spec: JobSpec, job: bool = False, as_json: bool = False) -> int:
+    """Print problems that keep a job from running, with `job` also those of a real one; return the exit code."""
     from orchestrate.doctor import findings  # only here: its XML parser takes milliseconds to import
 
     check_cache.forget()  # what keeps GPUs from being used may have been fixed
-    code = errors.SUCCEEDED
-    for finding in _findings(spec):
-        out(f"{finding.state:<7}  {finding.what}")
-        if finding.hint:
-            out(f"         hint: {finding.hint}")
+    found = []
+    for finding in _findings(spec, job):
+        found.append(finding)
+        if not as_json:
+            out(f"{finding.state:<7}  {finding.what}")
+            if finding.hint:
+                out(f"         hint: {finding.hint}")
         console.flush()
-        if finding.state == findings.BAD:
-            code = code or finding.code
-    return code
+    if as_json:
+        out(json.dumps([{"state": one.state, "what": one.what, "hint": one.hint} for one in found], indent=2))
+    return next((one.code for one in found if one.state == findings.BAD), errors.SUCCEEDED)
 
 
-def _findings(spec: JobSpec) -> Iterator[Finding]:
-    """Yield what the checks of the job's engine find."""
+def _findings(spec: JobSpec, job: bool) -> Iterator[Finding]:
+    """Yield what the checks of the job's engine find, and unless something is wrong with it, what a job finds."""
     if spec.engine == "process":
-        from orchestrate.doctor.findings import local
+        from orchestrate.doctor import findings, machine, trial
 
-        yield from local()
+        found = [*machine.local()]
+        yield from found
+        if job and found[0].state == findings.GOOD:
+            yield from trial.trial(spec)
         return
     if spec.engine == "slurm":
         from orchestrate.doctor import slurm
@@ -61,4 +69,4 @@ def _findings(spec: JobSpec) -> Iterator[Finding]:
         return
     with sdk():
         from orchestrate.doctor import checks
-    yield from checks.doctor(spec)
+    yield from checks.doctor(spec, job)

@@ -46,6 +46,7 @@ COMPOSE_STOP_TIMEOUT = 10.0  # seconds to exit after `stopped()`, and again afte
 # Everything that the SDK raises; the last for an answer that is cut off.
 ERRORS = (docker.errors.DockerException, requests.RequestException, urllib3.exceptions.HTTPError)
 GET_DOCKER = "start Docker (systemctl start docker, or Docker Desktop), or use --engine process"
+GET_ACCESS = "sudo usermod -aG docker $USER, then log in again; or use --engine process"
 PLUGINS = [  # where the `docker` command looks for Compose on Linux
     f"{folder}/cli-plugins/docker-compose"
     for folder in (
@@ -73,7 +74,9 @@ class Daemon:
             self.client = docker.DockerClient(base_url=self.host, version="auto", max_pool_size=32)
             self.info: dict[str, Any] = self.client.info()
         except Exception as error:  # the SDK also parses Docker's config file, with many kinds of errors
-            raise EngineLost(f"cannot connect to Docker at {self.host}: {reason(error)}", GET_DOCKER) from None
+            why = reason(error)
+            hint = GET_ACCESS if why == "permission denied" else GET_DOCKER
+            raise EngineLost(f"cannot connect to Docker at {self.host}: {why}", hint) from None
         try:
             if not any(map(os.path.exists, PLUGINS)):  # running it takes a tenth of a second
                 self.compose("version", capture=True)

@@ -14,8 +14,6 @@ from support.optional import not_none
 from support.repo import ROOT
 from support.scripted import ALL_WELL
 
-from orchestrate.cli.main import main
-from orchestrate.doctor import checks
 from orchestrate.engines import choice
 from orchestrate.engines.base import JobState
 from orchestrate.host import records
@@ -331,26 +329,6 @@ def test_columns_must_be_aligned_and_without_jobs_only_the_header_shown(do, engi
     engine.states = [runs_elsewhere(tmp_path / "a-long-name", "a-long-name")]
     head, row = do("ps")[1]
     assert all(row[head.index(word) - 2 : head.index(word)] == "  " for word in ("ENGINE", "NODES", "STATE", "RUN"))
-
-
-@pytest.mark.parametrize(
-    ("states", "code"),
-    [(["ok", "warning"], 0), (["ok", "error", "error", "ok"], 5), (["error", "warning"], 4), ([], 0)],
-)
-def test_doctor_must_fail_if_a_finding_keeps_jobs_from_running(capsys, monkeypatch, tmp_path, states, code):
-    (tmp_path / "app.py").touch()  # doctor starts no job that it could be taken for
-    monkeypatch.chdir(tmp_path)
-    findings = [
-        checks.Finding(state, f"thing {at}", "do it" * (state == "error"), 4 + at) for at, state in enumerate(states)
-    ]
-    asked: list[str] = []
-    monkeypatch.setattr(checks, "doctor", lambda spec: (asked.append(spec.image), iter(findings))[1])
-    assert (main(["doctor", "--image", "mine:1"]), asked) == (code, ["mine:1"])
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split() for line in lines if "hint" not in line] == [
-        [one.state, *one.what.split()] for one in findings
-    ]
-    assert sum("hint: do it" in line for line in lines) == states.count("error")
 
 
 # --- nodes without files
