@@ -1,4 +1,4 @@
-"""Add files that Compose and Docker need to the wheel, as `orchestrate/project`."""
+"""Add files that Compose, Docker and `help` need to the wheel, as `orchestrate/project`."""
 
 from __future__ import annotations
 
@@ -26,6 +26,9 @@ class Project(BuildHookInterface):  # type: ignore[type-arg]
             shutil.copy(root / name, self.copy / name)
         for name in FOLDERS:
             shutil.copytree(root / name, self.copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+        (self.copy / "docs").mkdir()
+        for page in root.glob("docs/*.md"):  # for `orchestrate help`
+            shutil.copy(page, self.copy / "docs")
         build_data["force_include"][str(self.copy)] = "orchestrate/project"
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:

@@ -19,8 +19,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
     The job's command starts after `--`, at `-m`, or at the first word that is neither an option nor a job file.
     """
-    if argv[:1] == ["help"]:
-        argv = [*argv[1:], "--help"]
     top = parser(argv[0] if argv else "")
     about = COMMANDS.get(argv[0] if argv else "", Command(""))
     if argv and argv[0].startswith("-") and argv[0] not in (*top.flags(), "--"):

@@ -12,7 +12,7 @@ from typing import Any
 
 from orchestrate import __version__
 from orchestrate.cli.parser import Parser
-from orchestrate.cli.table import COMMANDS
+from orchestrate.cli.table import COMMANDS, USUAL
 from orchestrate.console import called, quoted
 
 FLAGS = {  # job file keys that are also options, with their metavars
@@ -38,12 +38,18 @@ FLAGS = {  # job file keys that are also options, with their metavars
     "keep": "DURATION",
 }
 SWITCHES = ("require_communication", "isolated", "stdin", "queue")  # keys that are options without a value
+GROUPS = {  # of options of a job, in the help
+    "nodes": ("nodes", "trainers", "nproc_per_node", "gpus", "engine", "image", "dockerfile", "memory", "cpus", "keep"),
+    "code and packages": ("source", "chdir", "requirements", "pip", "env", "stdin", "name", "set"),
+    "data and results": ("data", "mount", "secret", "checkpoints", "output"),
+    "limits and failures": ("max_run", "max_restarts", "min_trainers", "spares", "require_communication", "on_event"),
+}
 RUNS = Path("runs")
 LATEST = "latest"
 COMMAND = "[[--] SCRIPT.py ARGS | -m MODULE ARGS | PROGRAM ARGS]"
 EXITS = """\
 exit codes:
-  0    succeeded                   4    something is missing: image, GPUs, Compose
+  0    succeeded                   4    something missing: image, GPUs, Compose
   1    a worker failed             5    lost: the engine stopped responding
   2    bad usage or job file       124  the time limit --max-run was reached
   3    no engine, no object store  130  stopped by the user
@@ -52,15 +58,16 @@ exit codes:
 
 def parser(command: str) -> Parser:
     """Return the parser of the command line, without the job's own command; of the commands, `command` is complete."""
-    run = f"{called()} run"
     top = Parser(
         prog=called(),
         description="Run any PyTorch distributed program as a real multi-node job in containers.",
         usage="%(prog)s COMMAND [options]",
-        epilog=f"{_commands()}get started:\n  {run} --nodes 4 train.py --lr 0.1\n  {run} --help\n\n{EXITS}",
+        epilog=f"{_commands()}{EXITS}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        add_help=False,
     )
-    top.add_argument("--version", action="version", version=__version__)
+    top.add_argument("-h", "--help", action="help", help=argparse.SUPPRESS)  # with it, the help would not fit
+    top.add_argument("--version", action="version", version=__version__, help=argparse.SUPPRESS)
     subparsers = top.add_subparsers(
         dest="command", metavar="COMMAND", required=True, prog=top.prog, parser_class=Parser, help=argparse.SUPPRESS
     )
@@ -77,11 +84,13 @@ def parser(command: str) -> Parser:
 
 
 def _commands() -> str:
-    """List the commands, in groups."""
+    """List the usual commands with what they do, and the names of all, in groups."""
     groups: dict[str, list[str]] = {}
     for name, about in COMMANDS.items():
-        groups.setdefault(about.group, []).append(f"  {name:<8}  {about.summary}\n")
-    return "".join(f"{title}:\n{''.join(lines)}\n" for title, lines in groups.items())
+        groups.setdefault(about.group, []).append(name)
+    usual = "".join(f"  {name:<8}  {COMMANDS[name].summary}\n" for name in USUAL)
+    every = "".join(f"  {title + ':':<14}{' '.join(names)}\n" for title, names in groups.items())
+    return f"most used:\n{usual}\nall commands ({called()} help COMMAND):\n{every}\n"
 
 
 def module(command: str) -> Any:
@@ -106,17 +115,20 @@ def add_job_options(command: argparse.ArgumentParser) -> None:
     from orchestrate.spec.spec import description  # only here, as below: --help needs nothing of jobs
 
     command.add_argument("file", nargs="?", type=Path, metavar="JOB.yaml", help="job file; options override it")
-    command.add_argument("--nodes", metavar="N", help="number of nodes, with the master (default: 4)")
+    titled = {title: command.add_argument_group(title) for title in GROUPS}
+    groups = {key: titled[title] for title, keys in GROUPS.items() for key in keys}
+    groups["nodes"].add_argument("--nodes", metavar="N", help="number of nodes, with the master (default: 4)")
     command.add_argument("--nnodes", dest="nodes", help=argparse.SUPPRESS)
     for name, value in FLAGS.items():
         flag = f"--{name.replace('_', '-')}"
-        command.add_argument(flag, dest=name, metavar=value, help=description(name))
+        groups[name].add_argument(flag, dest=name, metavar=value, help=description(name))
         if flag != f"--{name}":  # torchrun also accepts underscores
             command.add_argument(f"--{name}", dest=name, help=argparse.SUPPRESS)
     for name in SWITCHES:
         flag = f"--{name.replace('_', '-')}"
-        command.add_argument(flag, dest=name, action="store_const", const="true", help=description(name))
-    command.add_argument(
+        group = groups.get(name, titled["nodes"])
+        group.add_argument(flag, dest=name, action="store_const", const="true", help=description(name))
+    groups["env"].add_argument(
         "-e",
         "--env",
         action="append",
@@ -124,14 +136,14 @@ def add_job_options(command: argparse.ArgumentParser) -> None:
         metavar="NAME[=VALUE]",
         help="set an environment variable for every worker; without =VALUE, use its value in this shell",
     )
-    command.add_argument(
+    groups["data"].add_argument(
         "--data",
         action="append",
         default=[],
         metavar="NAME=DIR",
         help="make a folder available to workers, at the path in $DATA_NAME; may be repeated",
     )
-    command.add_argument(
+    groups["secret"].add_argument(
         "--secret",
         action="append",
         default=[],
@@ -139,20 +151,20 @@ def add_job_options(command: argparse.ArgumentParser) -> None:
         help="make a secret available as a file, at the path in $NAME_FILE: the content of FILE, or the value of the "
         "variable NAME of this shell; may be repeated",
     )
-    command.add_argument(
+    groups["mount"].add_argument(
         "--mount",
         action="append",
         dest="mounts",
         metavar="DIR:PATH[:rw]",
         help="mount a folder of this machine in nodes, read-only unless :rw; may be repeated",
     )
-    command.add_argument(
+    groups["pip"].add_argument(
         "--pip",
         action="append",
         metavar="PACKAGE",
         help="install a Python package, such as lightning or 'transformers>=4'; may be repeated",
     )
-    command.add_argument(
+    groups["set"].add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="set a key of the job file, such as shm_size=4g"
     )
 

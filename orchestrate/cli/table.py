@@ -22,13 +22,13 @@ class Command(NamedTuple):
         return self.plans or self.removes
 
 
-START, LOOK, DIRECT, MACHINE = "start jobs", "look at jobs", "direct jobs", "prepare and clean up this machine"
+START, LOOK, DIRECT, MACHINE, HELP = "start jobs", "look at jobs", "direct jobs", "this machine", "help"
+USUAL = ("run", "ps", "logs", "stop", "resume")  # which the help lists first
 COMMANDS = {
     "run": Command("run a job until it ends", START, plans=True, script=True),
     "plan": Command("print the rank assignment without creating anything", START, plans=True, script=True),
     "resume": Command("continue a job that was stopped or failed, from its last checkpoint", START, job=True),
     "export": Command("print the job as a file for Kubernetes, Slurm or Compose", START, script=True),
-    "schema": Command("print the JSON Schema of job files, for editors", START),
     "ps": Command("list running jobs and clusters", LOOK),
     "logs": Command("print the output of a job's workers", LOOK, job=True),
     "top": Command("show what the workers of a running job use: CPU, memory, GPUs", LOOK, job=True),
@@ -49,4 +49,7 @@ COMMANDS = {
     "down": Command("remove a cluster that was started by up", MACHINE, removes=True),
     "doctor": Command("report problems that keep jobs from running", MACHINE, script=True),
     "prune": Command("remove jobs that ended long ago, and caches", MACHINE, removes=True),
+    "help": Command("print the documentation of a command, a key or a page", HELP),
+    "completion": Command("complete commands, options and jobs in bash, zsh and fish", HELP, inside=True),
+    "schema": Command("print the JSON Schema of job files, for editors", HELP),
 }

@@ -29,7 +29,7 @@ def add_arguments(parser: Parser) -> None:
         )
         command.add_argument(
             "--form",
-            metavar="FORM",
+            metavar="|".join(forms),
             help=f"kind of output: {', '.join(forms)} (default: {forms[0]})" if forms else argparse.SUPPRESS,
         )
         options.add_job_options(command)

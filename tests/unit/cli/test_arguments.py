@@ -228,13 +228,6 @@ def test_a_misplaced_or_invalid_argument_must_be_named(arguments, error, hint):
     assert str(found.value) == error and hint in found.value.hint
 
 
-def test_help_must_also_be_a_command(capsys):
-    for arguments in (["help"], ["help", "logs"]):
-        with pytest.raises(SystemExit):
-            parse(arguments)
-        assert f"orchestrate {'COMMAND' if len(arguments) == 1 else 'logs'}" in capsys.readouterr().out
-
-
 # --- programs
 
 

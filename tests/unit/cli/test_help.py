@@ -8,6 +8,7 @@ from orchestrate import __version__, errors
 from orchestrate.cli import result
 from orchestrate.cli.main import main
 from orchestrate.cli.options import EXITS
+from orchestrate.cli.table import COMMANDS, USUAL
 from orchestrate.errors import EngineError, ResourceError, UsageError
 from orchestrate.supervise.context import BY_MAX_RUN, BY_USER
 
@@ -28,7 +29,9 @@ FLAGS += ["--output", "--keep", "--source", "--chdir", "--secret", "--isolated",
         ("run", [*FLAGS, *RUNS, "--dry-run", "--detach", *SHOWING, "--resume"]),
         ("plan", [*FLAGS, *RUNS, "--json"]),
         ("up", [*FLAGS, *RUNS]),
-        ("doctor", FLAGS),
+        ("doctor", [*FLAGS, "--quick", "--json"]),
+        ("help", []),
+        ("completion", ["--install"]),
         ("export kubernetes", [*FLAGS, "--form"]),
         ("export slurm", [*FLAGS, "--form"]),
         ("export compose", FLAGS),
@@ -37,7 +40,7 @@ FLAGS += ["--output", "--keep", "--source", "--chdir", "--secret", "--isolated",
         ("events", [*RUNS, "--follow"]),
         ("prune", [*RUNS, "--older-than", "--caches", "--dry-run"]),
         ("report", RUNS),
-        ("resume", [*RUNS, *SHOWING]),
+        ("resume", [*RUNS, *SHOWING, "--detach"]),
         ("schema", []),
         ("top", [*RUNS, "--once"]),
         ("stacks", [*RUNS, "--ranks"]),
@@ -57,6 +60,40 @@ def test_the_help_of_a_command_must_list_its_flags(capsys, command, flags):
     text = capsys.readouterr().out
     assert text.startswith(f"usage: python -m orchestrate {command} ")
     assert set(re.findall(r"^  (?:-\w[^,]*, )?(--[\w-]+)", text, re.M)) == {*flags, "--help", "--verbose"}
+
+
+def test_the_help_must_fit_on_a_screen_and_begin_with_the_usual_commands(capsys):
+    assert main(["--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 23 and all(len(line) <= 80 for line in lines)
+    assert [line.split()[0] for line in lines[lines.index("most used:") + 1 :][:5]] == [*USUAL]
+    named = {name for line in lines if re.match(r"  [a-z ]+: ", line) for name in line.partition(":")[2].split()}
+    assert named == {*COMMANDS}
+
+
+@pytest.mark.parametrize(
+    ("topic", "text"),
+    [
+        ("logs", "usage: python -m orchestrate logs"),
+        ("restarts", "# Failures and restarts\n"),
+        ("shm-size", "shm_size: size of /dev/shm in each node"),
+        ("shm_size", "shm_size: size of /dev/shm in each node"),
+    ],
+)
+def test_help_must_show_a_command_a_page_or_a_key(capsys, topic, text):
+    assert main(["help", topic]) == 0
+    assert capsys.readouterr().out.startswith(text)
+
+
+def test_help_without_a_topic_must_list_commands_and_pages(capsys):
+    assert main(["help"]) == 0
+    text = capsys.readouterr().out
+    assert "most used:" in text and "restarts, " in text
+
+
+def test_an_unknown_topic_must_be_refused_with_the_nearest_one(capsys):
+    assert main(["help", "memry"]) == 2
+    assert capsys.readouterr().err == "error: no help on 'memry'\nhint: did you mean memory?\n"
 
 
 def test_the_version_must_be_printed(capsys):

@@ -1,0 +1,60 @@
+"""`help`: the documentation in the terminal."""
+
+from __future__ import annotations
+
+import argparse
+import pydoc
+import sys
+
+from orchestrate import console, errors
+from orchestrate.cli import options
+from orchestrate.cli.parser import Parser, closest
+from orchestrate.cli.table import COMMANDS
+from orchestrate.errors import UsageError
+from orchestrate.files.paths import PROJECT
+
+
+def add_arguments(parser: Parser) -> None:
+    """Add the arguments of `help`."""
+    parser.add_argument(
+        "topic", nargs="?", metavar="TOPIC", help="a command, a key of the job file, or a page; without it, list them"
+    )
+
+
+def topics() -> list[str]:
+    """Return the names of the pages."""
+    return sorted(path.stem for path in PROJECT.glob("docs/*.md"))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the help of a command, the description of a key, or a page."""
+    if not args.topic:
+        options.parser("").print_help()
+        console.out(f"\npages ({console.called()} help PAGE):")
+        console.out("  " + ", ".join(topics()))
+    elif args.topic in COMMANDS:
+        options.parser(args.topic).subparser(args.topic).print_help()
+    else:
+        _show(_page(args.topic))
+    return errors.SUCCEEDED
+
+
+def _page(topic: str) -> str:
+    """Return a page, or the description of a key; raises UsageError if there is neither."""
+    from orchestrate.spec.spec import FIELDS, description
+
+    if topic in topics():
+        return (PROJECT / "docs" / f"{topic}.md").read_text()
+    key = topic.replace("-", "_")
+    if key in FIELDS:
+        return f"{key}: {description(key)}\n"
+    hint = closest(topic, [*COMMANDS, *topics(), *FIELDS]) or f"{console.called()} help lists what there is"
+    raise UsageError(f"no help on {console.quoted(topic)}", hint)
+
+
+def _show(text: str) -> None:
+    """Print text, on a terminal with the user's pager."""
+    if sys.stdout and sys.stdout.isatty():
+        pydoc.pager(text)
+    else:
+        console.out(text.removesuffix("\n"))
