@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
+SITE ?= site
 # Number of tests to run in parallel; most of their time is waiting.
 JOBS ?= 4
 PYTEST = $(VENV)/bin/python -m pytest -n $(JOBS) --durations=10
@@ -9,7 +10,7 @@ PYTEST = $(VENV)/bin/python -m pytest -n $(JOBS) --durations=10
 # With an engine, torch is in the image; without one, local processes need it here.
 NEEDS = $(shell docker info >/dev/null 2>&1 && docker compose version >/dev/null 2>&1 && echo base || echo torch)
 
-.PHONY: run lint check test test-all test-gpu lock release
+.PHONY: run lint check test test-all test-gpu docs lock release
 run: $(VENV)/.$(NEEDS)
 	@$(VENV)/bin/python -m orchestrate run $(ARGS)
 
@@ -37,6 +38,10 @@ test-all: lint
 # The GPU tests, with torch, pytest and the packages of this project in $(PYTHON). Warnings of other versions do not fail them.
 test-gpu:
 	$(PYTHON) -m pytest -o addopts=-ra -W default -m gpu $(ARGS) tests/gpu
+
+# The documentation as a site, in $(SITE), which needs no server: open $(SITE)/docs/index.html.
+docs: $(VENV)/.test
+	@$(VENV)/bin/python -m sphinx --quiet --fail-on-warning --keep-going --conf-dir docs . $(SITE)
 
 # Wheel and source distribution in dist/, checked, installed in a fresh environment and run; uploads nothing.
 release: $(VENV)/.test

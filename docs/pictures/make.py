@@ -1,7 +1,7 @@
 """Make the pictures of the documentation from a real job: `python docs/pictures/make.py` (needs pyte and Chromium).
 
-A job of four nodes loses one and continues. `live.svg` is its terminal while it trains; `report.png` and
-`report-dark.png` are the beginning of its report.
+A job of four nodes loses one and continues. `live.svg` is its terminal while it trains; `report.png` is the
+beginning of its report.
 """
 
 from __future__ import annotations
@@ -53,7 +53,6 @@ def main() -> None:
         draw(screen, HERE / "live.svg")
         (run_directory,) = Path(folder, "runs").glob("digits-*")
         photograph(run_directory / "report.html", HERE / "report.png")
-        photograph(run_directory / "report.html", HERE / "report-dark.png", "--force-dark-mode")
 
 
 def run(folder: Path) -> list[Text]:
@@ -111,11 +110,11 @@ def draw(lines: list[Text], path: Path) -> None:
     path.write_text(console.export_svg(title=title, theme=SVG_EXPORT_THEME, code_format=FORMAT, unique_id="live"))
 
 
-def photograph(page: Path, path: Path, *options: str) -> None:
+def photograph(page: Path, path: Path) -> None:
     """Write a picture of a page."""
     browser = shutil.which("chromium") or "chromium"
     size = ",".join(map(str, REPORT))
-    options = ("--headless", "--no-sandbox", "--hide-scrollbars", f"--window-size={size}", *options)
+    options = ("--headless", "--no-sandbox", "--hide-scrollbars", f"--window-size={size}")
     subprocess.run([browser, *options, f"--screenshot={path}", page.as_uri()], check=True, stderr=subprocess.DEVNULL)
 
 

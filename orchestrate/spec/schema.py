@@ -1,4 +1,4 @@
-"""Reference of the job file: its JSON Schema for editors, and its Markdown table for the README. Pure."""
+"""The JSON Schema of job files, for editors. Pure."""
 
 from __future__ import annotations
 
@@ -37,15 +37,3 @@ def _entry(key: str) -> tuple[str, dict[str, Any]]:
     whole = FIELDS[key].metadata["kind"].schema
     form = next(form for form in whole.get("anyOf", [whole]) if "additionalProperties" in form)
     return form["propertyNames"]["pattern"], dict(form["additionalProperties"])
-
-
-def table() -> str:
-    """Markdown table with a row for each key: name, default, description."""
-    rows = ["| key | default | description |", "| --- | --- | --- |"]
-    for key, field in FIELDS.items():
-        default, value = default_of(key), getattr(JobSpec(), key)
-        plain = field.metadata["absent"] or not default or (type(value) is int)
-        rows.append(
-            f"| `{key}` | {default if plain else f'`{default}`'}{' ' * bool(default)}| {field.metadata['doc']} |"
-        )
-    return "\n".join(rows)

@@ -62,14 +62,14 @@ class JobSpec:
     source: str = _field(
         "",
         values.SOURCE,
-        "code folder, or `git+URL@REVISION#FOLDER`; see [Source code](docs/packages.md#source-code)",
+        "code folder, or [a revision](packages.md#source-code) of a Git repository: `git+URL@REVISION#FOLDER`",
         "the current folder",
     )
     chdir: str = _field(
         "",
         values.PATH,
-        "folder in the code folder in which workers start, and paths in `command`; see "
-        "[Files above the script's folder](docs/data.md#files-above-the-scripts-folder)",
+        "folder in the code folder in which workers start, and paths in `command`, if the script needs "
+        "[files above its folder](data.md#files-above-the-scripts-folder)",
         "the code folder",
     )
     before: tuple[str, ...] = _field(
@@ -79,7 +79,7 @@ class JobSpec:
         True,
         values.boolean,
         "whether to expand `$JOB_DIR`, `$RANK`, `$WORLD_SIZE` and [the other "
-        "variables](ARCHITECTURE.md#the-contract) (`$NAME` or `${NAME}`) in `command`, separately for each worker",
+        "variables](environment.md) (`$NAME` or `${NAME}`) in `command`, separately for each worker",
     )
     stdin: bool = _field(
         False, values.boolean, "whether rank 0 reads the standard input of `run`, which is read to its end at the start"
@@ -103,18 +103,18 @@ class JobSpec:
     sagemaker: bool = _field(
         False,
         values.boolean,
-        "whether to set the `SM_*` variables of [SageMaker's training scripts](docs/sagemaker.md)",
+        "whether to set the `SM_*` variables of [SageMaker's training scripts](sagemaker.md)",
     )
     gpus: str | int = _field("auto", values.gpus, "GPUs to use: `auto` (all that are free), `all`, `none`, or a number")
     share_gpus: bool = _field(
         False,
         values.boolean,
-        "whether nodes may [share GPUs](docs/gpu.md#several-workers-on-one-gpu) if there are fewer GPUs than workers",
+        "whether nodes may [share GPUs](gpu.md#several-workers-on-one-gpu) if there are fewer GPUs than workers",
     )
     queue: bool = _field(
         False,
         values.boolean,
-        "whether to [wait](docs/gpu.md#the-queue) until enough GPUs are free, or with `pin` cores, in order of arrival",
+        "whether to [wait](gpu.md#the-queue) until enough GPUs are free, or with `pin` cores, in order of arrival",
     )
     engine: str = _field(
         "auto",
@@ -130,39 +130,39 @@ class JobSpec:
     )
     dockerfile: str = _field("", values.PATH, "folder with a `Dockerfile` to build the image from, instead of `image`")
     pip: list[str] = _field(
-        [], inputs.packages, "Python packages to [install](docs/packages.md), such as `[lightning, transformers>=4]`"
+        [], inputs.packages, "Python packages to [install](packages.md), such as `[lightning, transformers>=4]`"
     )
     requirements: str = _field("", values.PATH, "requirements file with packages to install before those of `pip`")
     user: str = _field(
         "auto",
         values.USER,
-        "user of nodes in containers: `auto` (you, or [an unprivileged user](#file-ownership) if you are root), "
+        "user of nodes in containers: `auto` (you, or [an unprivileged user](files.md#ownership) if you are root), "
         "`root`, or `UID:GID`",
     )
-    env: dict[str, str] = _field({}, values.env, "environment variables of every worker; see [Secrets](#secrets)")
+    env: dict[str, str] = _field({}, values.env, "environment variables of every worker, in part [secrets](secrets.md)")
     secrets: dict[str, str] = _field(
         {},
         inputs.secrets,
-        "[secrets](#secrets): `{HF_TOKEN: env}` or `{HF_TOKEN: FILE}` makes a file with the value available, at the "
+        "[secrets](secrets.md): `{HF_TOKEN: env}` or `{HF_TOKEN: FILE}` makes a file with the value available, at the "
         "path in `$HF_TOKEN_FILE`; a list of names marks variables of `env` as secret",
     )
     data: dict[str, str] = _field(
         {},
         inputs.data,
-        "folders with [data](docs/data.md) by name: `{train: DIR}` is read-only in nodes, at the path in `$DATA_TRAIN`",
+        "folders with [data](data.md) by name: `{train: DIR}` is read-only in nodes, at the path in `$DATA_TRAIN`",
     )
     mounts: list[str] = _field(
-        [], inputs.mounts, "folders of this machine to [mount](docs/data.md) in nodes, such as `[~/models:/models]`"
+        [], inputs.mounts, "folders of this machine to [mount](data.md) in nodes, such as `[~/models:/models]`"
     )
     services: str = _field(
         "",
         values.PATH,
-        "Compose file with [services](docs/tuning.md#services) that the job's nodes reach by name, such as a database",
+        "Compose file with [services](tuning.md#services) that the job's nodes reach by name, such as a database",
     )
     ports: list[str] = _field(
         [],
         inputs.ports,
-        "ports of the master to [open](docs/tuning.md#ports) on this machine, such as `[6006]` or `[8080:80]`",
+        "ports of the master to [open](tuning.md#ports) on this machine, such as `[6006]` or `[8080:80]`",
     )
     labels: dict[str, str] = _field(
         {}, inputs.labels, "labels of the job's containers, such as `{team: vision}`, for `docker ps --filter label=…`"
@@ -170,23 +170,23 @@ class JobSpec:
     metrics: dict[str, str] = _field(
         {},
         inputs.metrics,
-        "metrics in the [output](docs/watching.md#metrics) of rank 0: `{loss: 'loss=([0-9.]+)'}`, a regular expression "
+        "metrics in the [output](watching.md#metrics) of rank 0: `{loss: 'loss=([0-9.]+)'}`, a regular expression "
         "for each, whose first group is the value",
         "what Trainer, tqdm, Lightning and Keras print",
     )
     checkpoints: str = _field(
         "",
         values.STORAGE,
-        "[object store](docs/storage.md) such as `s3://bucket/digits`, to which checkpoints are copied while the job "
+        "[object store](storage.md) such as `s3://bucket/digits`, to which checkpoints are copied while the job "
         "runs, and from which it continues",
     )
     output: str = _field(
-        "", values.STORAGE, "[object store](docs/storage.md) to which the files of the job are copied at its end"
+        "", values.STORAGE, "[object store](storage.md) to which the files of the job are copied at its end"
     )
     memory: str | None = _field(
         None,
         values.optional(values.limit),
-        "memory limit of each node, such as `4g`, or `unlimited`; see [docs/tuning.md](docs/tuning.md#memory)",
+        "[memory limit](tuning.md#memory) of each node, such as `4g`, or `unlimited`",
         "an equal share of the machine's memory",
     )
     cpus: float | None = _field(
@@ -199,7 +199,7 @@ class JobSpec:
     network: str = _field(
         "bridge",
         values.choice("bridge", "host"),
-        "network of the nodes: `bridge` (private to the job) or `host` ([less isolated](docs/tuning.md#network))",
+        "network of the nodes: `bridge` (private to the job) or `host` ([less isolated](tuning.md#network))",
     )
     isolated: bool = _field(
         False, values.boolean, "whether nodes can reach only each other: no other network, and not the internet"
@@ -208,13 +208,13 @@ class JobSpec:
         False,
         values.boolean,
         "whether nodes can reach this machine's ports and the cloud's metadata service, and this machine can reach "
-        "theirs; see [what nodes can reach](docs/tuning.md#what-nodes-can-reach)",
+        "theirs; see [what nodes can reach](tuning.md#what-nodes-can-reach)",
     )
     encrypt: bool = _field(False, values.boolean, "Swarm: whether to encrypt traffic on the job's network")
     constraints: list[str] = _field(
         [],
         values.constraints,
-        "Swarm: [placement constraints](docs/swarm.md#where-nodes-go) of nodes, such as `node.labels.gpu==a100`",
+        "Swarm: [placement constraints](swarm.md#where-nodes-go) of nodes, such as `node.labels.gpu==a100`",
     )
     volume: str = _field(
         "",
@@ -224,7 +224,7 @@ class JobSpec:
     slurm: dict[str, str] = _field(
         {},
         inputs.slurm,
-        "Slurm: [options of sbatch](docs/slurm.md#options) such as `{partition: gpu, account: vision, time: 2h}`",
+        "Slurm: [options of sbatch](slurm.md#options) such as `{partition: gpu, account: vision, time: 2h}`",
     )
     max_run: float | None = _field(
         None, values.optional(values.LONG), "time limit of the job, such as `2h`", "no limit"
@@ -235,7 +235,7 @@ class JobSpec:
     )
     restart_window: float = _field(3600.0, values.LONG, "time window in which restarts are counted")
     rules: list[dict[str, Any]] = _field(
-        [], values.rules, "actions on failures, by exit code, cause or log; see [docs/restarts.md](docs/restarts.md)"
+        [], values.rules, "[actions on failures](restarts.md#what-a-failure-means), by exit code, cause or log"
     )
     min_trainers: int | None = _field(
         None,
@@ -250,7 +250,7 @@ class JobSpec:
     on_event: str = _field(
         "",
         values.PATH,
-        "URL to [notify](docs/restarts.md#notifications) when the job starts, restarts, hangs or ends; on the command "
+        "URL to [notify](restarts.md#notifications) when the job starts, restarts, hangs or ends; on the command "
         "line also a program",
     )
     optional: list[str] = _field(
@@ -261,12 +261,12 @@ class JobSpec:
     require_communication: bool = _field(
         False,
         values.boolean,
-        "whether a job fails if its [workers exchange no data](docs/frameworks.md#the-world-check)",
+        "whether a job fails if its [workers exchange no data](frameworks.md#the-world-check)",
     )
     keep: float | None = _field(
         None,
         values.optional(values.LONG),
-        "time for which the job's nodes [stay up](docs/warm.md#kept-nodes) after it for the next job, such as `10m`",
+        "time for which the job's nodes [stay up](warm.md#kept-nodes) after it for the next job, such as `10m`",
         "not kept",
     )
     warm: bool = _field(True, values.boolean, "whether to fork workers from a process that has already imported torch")

@@ -1,11 +1,16 @@
-"""The README must be true: each command in a `console` block must print what the block shows."""
+"""The documents must be true: each command in a `console` block must print what the block shows.
 
+A block after `<!-- run by FILE -->` is covered by another test, and one after `<!-- not run: REASON -->` by none.
+"""
+
+import functools
 import os
 import re
 import secrets
 import shutil
 import subprocess
 import sys
+import venv
 from pathlib import Path
 
 import pytest
@@ -16,21 +21,21 @@ from support.repo import ROOT
 
 from app.checkpoint import read_manifest
 
-README = (ROOT / "README.md").read_text()
+DOCUMENTS = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
 # Messages that only a first run or a slow one prints, or one on a busy machine, which slows some workers.
 PASSING = (
     "installing|building the image|starting|the nodes are still|waiting for|importing|cleaning up|"
     "looking for GPUs$|testing the GPUs with torch$|[a-z0-9-]+: step|slow: rank"
 )
-ACTIVATE = ". .venv/bin/activate"
 
 
-def blocks() -> list[tuple[str, str]]:
-    """The README's console blocks: the commands of each, and the output that follows them."""
+def blocks(path: Path) -> list[tuple[str, str]]:
+    """The console blocks of a document that run here: the commands of each, and the output that follows them."""
     found = []
-    for block in re.findall(r"```console\n(.*?)```", README, re.S):
-        commands = re.findall(r"^\$ (.*)", block, flags=re.M)
-        found.append((" && ".join(commands), re.sub(r"^\$ .*\n", "", block, flags=re.M)))
+    for mark, block in re.findall(r"(<!-- .* -->\n\n)?```console\n(.*?)```", path.read_text(), re.S):
+        if not mark:
+            commands = re.findall(r"^\$ (.*)", block, flags=re.M)
+            found.append((" && ".join(commands), re.sub(r"^\$ .*\n", "", block, flags=re.M)))
     return found
 
 
@@ -69,7 +74,7 @@ def matches(shown: str, printed: str) -> bool:
     return all(line in lines[speaker] for speaker, texts in expected.items() for line in texts)
 
 
-SHOWN = blocks()[0][1]
+SHOWN = blocks(ROOT / "docs" / "app.md")[0][1]
 
 
 @pytest.mark.parametrize(
@@ -101,12 +106,17 @@ def test_differences_between_runs_must_be_ignored():
 
 
 @pytest.fixture(scope="module")
-def project(tmp_path_factory):
-    """A copy of the project for the README's own commands to set up; its folder gives Compose a unique project name."""
-    copy = tmp_path_factory.mktemp("newcomer") / f"readme-{secrets.token_hex(4)}"
-    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", ".venv", "runs", "__pycache__", ".*_cache"))
-    for folder in (copy, *copy.parents[:3]):
-        folder.chmod(0o755)
+def newcomer(tmp_path_factory):
+    """A function that returns a copy of the project for a document; its folder gives Compose a unique project name."""
+
+    @functools.cache
+    def copy(name: str) -> Path:
+        folder = tmp_path_factory.mktemp("newcomer") / f"{name.lower()}-{secrets.token_hex(4)}"
+        shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(".git", ".venv", "runs", "__pycache__", ".*_cache"))
+        for path in (folder, *folder.parents[:3]):
+            path.chmod(0o755)
+        return folder
+
     return copy
 
 
@@ -115,29 +125,51 @@ def own(name: str) -> bool:
     return name.startswith(("NODE_", "COMPOSE_", "MAKE", "MFLAGS", "PYTEST", "PYTHON", "VIRTUAL_ENV"))
 
 
+def environment(document: Path, folder: Path) -> dict[str, str]:
+    """A newcomer's variables: with a new virtual environment for a document that installs, otherwise with this one."""
+    env = {key: value for key, value in os.environ.items() if not own(key)}
+    programs = Path(sys.executable).parent
+    if "$ pip install" in document.read_text():
+        found = [path for path in env["PATH"].split(os.pathsep) if Path(path) != programs]
+        programs = folder.parent / "env" / "bin"
+        if not programs.exists():
+            venv.create(programs.parent, with_pip=True)
+        env["PATH"] = os.pathsep.join(found)
+    activated = [f"{folder}/.venv/bin"] * ("activate" in document.read_text())
+    return env | {"PATH": os.pathsep.join([*activated, str(programs), env["PATH"]]), MARK: str(folder)}
+
+
+def runnable(command: str) -> str:
+    """A command whose output is that of a machine without GPUs, and without pip's output."""
+    command = re.sub(r"pip install", "pip install --quiet --disable-pip-version-check", command)
+    runtimes = subprocess.run(["docker", "info", "-f", "{{.Runtimes}}"], capture_output=True, text=True, check=True)
+    if "nvidia" not in runtimes.stdout:
+        return command
+    command = re.sub(r"orchestrate (run|up)", r"orchestrate \1 --gpus none", command)
+    return command.replace("make run", "make run ARGS='--gpus none'")
+
+
+CASES = [
+    pytest.param(path, block, id=f"{path.stem}: {block[0]}", marks=pytest.mark.xdist_group(path.stem))
+    for path in DOCUMENTS
+    for block in blocks(path)
+]
+
+
 @pytest.mark.slow
 @pytest.mark.docker
-@pytest.mark.xdist_group("readme")
-@pytest.mark.parametrize(("place", "block"), [*enumerate(blocks())], ids=[command for command, _ in blocks()])
-def test_a_command_must_print_what_the_readme_says(place, block, docker_engine, project):
-    """Runs in the README's order, in one folder, with the environment that its first commands create."""
-    command, output = block
-    assert place == 0 or (project / ".venv").is_dir(), "the README's first command has set nothing up"
-    if place > [ACTIVATE in command for command, _ in blocks()].index(True):
-        command = f"{ACTIVATE} && {command}"
-    runtimes = subprocess.run(["docker", "info", "-f", "{{.Runtimes}}"], capture_output=True, text=True, check=True)
-    if "nvidia" in runtimes.stdout:  # the README's output is that of a machine without GPUs
-        command = re.sub(r"orchestrate (run|up)", r"orchestrate \1 --gpus none", command)
-        command = command.replace("make run", "make run ARGS='--gpus none'")
-    env = {key: value for key, value in os.environ.items() if not own(key)}
-    found = [folder for folder in env["PATH"].split(os.pathsep) if Path(folder) != Path(sys.executable).parent]
-    env |= {"PATH": os.pathsep.join(found), MARK: str(project)}
+@pytest.mark.parametrize(("document", "block"), CASES)
+def test_a_command_must_print_what_the_document_says(document, block, docker_engine, newcomer):
+    """Runs in the order of the document, in one folder."""
+    folder, (command, output) = newcomer(document.stem), block
+    env = environment(document, folder)
     done = subprocess.run(
-        command, shell=True, cwd=project, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        runnable(command), shell=True, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     assert matches(output, done.stdout) if output else done.returncode == 0, done.stdout
     if "make run" in command:
-        check_trained(*project.glob("runs/digits-*"))
+        check_trained(*folder.glob("runs/digits-*"))
     if "docker compose" in command:
-        assert read_manifest(project / "checkpoints" / "best")["score"] >= 0.985
-    assert leftovers(project) == {}
+        assert read_manifest(folder / "checkpoints" / "best")["score"] >= 0.985
+    if block == blocks(document)[-1]:
+        assert leftovers(folder) == {}

@@ -2,6 +2,7 @@
 
 import json
 import re
+import runpy
 import subprocess
 
 import pytest
@@ -48,12 +49,40 @@ def test_the_two_commands_must_be_make_targets():
         subprocess.run(["make", "--dry-run", target], cwd=ROOT, check=True, capture_output=True)
 
 
-def test_the_file_tree_must_match_the_project():
-    tree = README[README.index("## Project layout") :]
-    named = set(re.findall(r"^([\w./-]+?)/? {2,}\S", tree, re.M))
-    assert named and all((ROOT / name).exists() for name in named)
-    top = {path.name for path in ROOT.iterdir() if path.name in {"app", "orchestrate", "tests", "examples", ".ci"}}
-    assert top <= {name.split("/")[0] for name in named}
+def test_the_readme_must_have_at_most_8_kb():
+    assert len(README.encode()) <= 8192
+
+
+@pytest.mark.parametrize("path", [path for path in DOCUMENTS if "```console" in path.read_text()], ids=lambda p: p.name)
+def test_commands_that_other_tests_run_must_name_them_and_those_that_none_runs_the_reason(path):
+    for mark in re.findall(r"<!-- (.*) -->\n\n```console", path.read_text()):
+        kind, _, text = mark.partition(": ")
+        assert (kind == "not run" and text) or (ROOT / mark.removeprefix("run by ")).is_file(), mark
+
+
+def test_each_page_must_be_in_the_contents_of_the_site():
+    contents = re.findall(r"^[\w./-]+$", (ROOT / "docs" / "index.md").read_text(), re.M)
+    assert sorted(contents) == sorted(
+        [path.stem for path in ROOT.glob("docs/*.md") if path.stem != "index"]
+        + [f"../{path.stem}" for path in ROOT.glob("*.md") if path.stem != "README"]
+    )
+
+
+def test_the_reference_must_match_the_code():
+    """After a change of commands, keys, events or the Python interface: python docs/reference.py."""
+    reference = runpy.run_path(str(ROOT / "docs" / "reference.py"))
+    for name, text in reference["pages"]().items():
+        assert (ROOT / "docs" / name).read_text() == text, name
+
+
+@pytest.mark.slow
+def test_the_site_must_be_built_without_warnings(tmp_path):
+    """Every link within the site leads to a page and a heading that exist, and nothing is loaded from elsewhere."""
+    subprocess.run(["make", "docs", f"SITE={tmp_path}"], cwd=ROOT, check=True, capture_output=True)
+    pages = {path: path.read_text() for path in tmp_path.glob("**/*.html")}
+    assert len(pages) > 30 and (tmp_path / "searchindex.js").exists()
+    for path, text in pages.items():
+        assert not re.findall(r"<(?:script|img|link)[^>]*(?:src|href)=\"(?:https?:)?//[^\"]*", text), path
 
 
 def test_markdown_must_have_one_sentence_per_line():

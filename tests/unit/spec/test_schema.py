@@ -1,4 +1,4 @@
-"""One description of the job file must serve the README, --help, errors, and editors as a JSON Schema."""
+"""One description of the job file must serve the documents, --help, errors, and editors as a JSON Schema."""
 
 import json
 
@@ -11,7 +11,7 @@ from support.repo import ROOT
 from orchestrate.cli.main import main
 from orchestrate.cli.options import FLAGS
 from orchestrate.spec.layers import read_file, resolve
-from orchestrate.spec.schema import schema, table
+from orchestrate.spec.schema import schema
 from orchestrate.spec.spec import FIELDS, JobSpec, default_of, description
 
 VALIDATOR = Draft7Validator(schema())
@@ -69,11 +69,7 @@ def test_each_documented_default_must_be_the_actual_default_and_match_the_schema
         assert is_valid({key: described["default"]}) and resolve({key: described["default"]}) == JobSpec()
 
 
-def test_the_readme_must_contain_the_table_of_keys():
-    assert f"\n{table()}\n\n" in (ROOT / "README.md").read_text()
-
-
-def test_descriptions_must_have_no_markup_outside_of_the_readme(capsys):
+def test_descriptions_must_have_no_markup_outside_of_the_documents(capsys):
     assert all(mark not in description(key) for key in FIELDS for mark in ("`", "](", "(#"))
     assert description("grace") == "grace period between SIGTERM and SIGKILL, at most 1d (default: 30s)"
     assert main(["run", "--help"]) == 0
