@@ -39,9 +39,10 @@ test-all: lint
 test-gpu:
 	$(PYTHON) -m pytest -o addopts=-ra -W default -m gpu $(ARGS) tests/gpu
 
-# The documentation as a site, in $(SITE), which needs no server: open $(SITE)/docs/index.html.
+# The documentation as a site, in $(SITE), which needs no server: open $(SITE)/index.html.
 docs: $(VENV)/.test
 	@$(VENV)/bin/python -m sphinx --quiet --fail-on-warning --keep-going --conf-dir docs . $(SITE)
+	@echo '<meta http-equiv="refresh" content="0; url=docs/index.html">' > $(SITE)/index.html
 
 # Wheel and source distribution in dist/, checked, installed in a fresh environment and run; uploads nothing.
 release: $(VENV)/.test

@@ -58,7 +58,10 @@ def entries(parser: Parser) -> list[Entry]:
     return found
 
 
-OF_JOBS = entries(options.parser("doctor").subparser("doctor"))  # also of run, plan, up and export
+OF_RUN = entries(options.parser("run").subparser("run"))
+OF_JOBS = [
+    entry for entry in entries(options.parser("up").subparser("up")) if entry in OF_RUN and "--runs" not in entry.names
+]
 
 
 def parsers() -> Iterator[tuple[str, str, Parser]]:

@@ -1,4 +1,4 @@
-"""Hugging Face Accelerate around a loop: `orchestrate run --nodes 2 examples/frameworks/accelerate_loop.py`."""
+"""Accelerate: `orchestrate run --nodes 2 --pip accelerate examples/frameworks/accelerate_loop.py`."""
 
 import argparse
 import os

@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer: `orchestrate run --nodes 2 examples/frameworks/hf_trainer.py`."""
+"""Hugging Face's Trainer: `orchestrate run --nodes 2 --pip transformers examples/frameworks/hf_trainer.py`."""
 
 import argparse
 import os

@@ -1,4 +1,4 @@
-"""Lightning Fabric around a loop: `orchestrate run --nodes 2 examples/frameworks/lightning_fabric.py`."""
+"""Lightning Fabric: `orchestrate run --nodes 2 --pip lightning examples/frameworks/lightning_fabric.py`."""
 
 import argparse
 import os

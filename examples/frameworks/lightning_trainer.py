@@ -1,4 +1,4 @@
-"""Lightning's Trainer with its defaults: `orchestrate run --nodes 2 examples/frameworks/lightning_trainer.py`."""
+"""Lightning's Trainer: `orchestrate run --nodes 2 --pip lightning examples/frameworks/lightning_trainer.py`."""
 
 import argparse
 import os

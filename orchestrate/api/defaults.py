@@ -12,6 +12,8 @@ from orchestrate.spec.layers import read_file
 NAME = ("orchestrate", "defaults.yaml")  # in XDG_CONFIG_HOME or ~/.config
 OF_JOBS = ("command", "name", "source", "chdir")  # keys that only a job can have
 
+OF_ENGINES = ("memory", "cpus", "shm_size", "pin", "keep", "labels")  # keys that are ignored by engines without them
+
 
 def layer() -> dict[str, Any]:
     """Return the user's defaults as keys of a job file; raises UsageError if they are invalid."""

@@ -21,7 +21,11 @@ def spec_of(*layers: Mapping[str, Any]) -> JobSpec:
 
     Makes the job's `source`, if it has one, the current folder. Raises UsageError, and ResourceError without it.
     """
-    spec = resolve(defaults.layer(), *layers)
+    usual = defaults.layer()
+    spec = resolve(usual, *layers)
+    own = {key for layer in layers for key in layer}
+    general = [key for key in defaults.OF_ENGINES if key in usual and key not in own]
+    spec = dataclasses.replace(spec, optional=[*dict.fromkeys([*spec.optional, *general])])
     if name := next((name for name, value in spec.env.items() if value == HIDDEN), ""):
         raise UsageError(
             f"env.{name} is {HIDDEN}, the placeholder for a secret in job.yaml",

@@ -38,7 +38,8 @@ def _run_guarded(argv: list[str], clock: Clock) -> int:
         print_message(f"error: {error}")
         if error.hint:
             print_message(f"hint: {error.hint}")
-        if isinstance(error, (EngineError, ResourceError)) and argv[0] in ("run", "up", "resume"):
+        machine = isinstance(error, (EngineError, ResourceError)) and "doctor" not in error.hint
+        if machine and argv[0] in ("run", "up", "resume"):
             print_message("hint: python -m orchestrate doctor checks this machine")
         return error.exit_code
     except (KeyboardInterrupt, Abandoned):

@@ -38,9 +38,10 @@ def prepare(args: argparse.Namespace) -> None:
         raise UsageError(f"--junit-xml: {file} is not a file", "choose another name")
     folder = writable.resolved(str(file.parent), fixed=True)
     try:
+        os.makedirs(folder, exist_ok=True)
         args.junit_folder = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
-        raise UsageError(f"--junit-xml: {folder}: {error.strerror}", "create the folder") from None
+        raise UsageError(f"--junit-xml: {folder}: {error.strerror}", "choose another folder") from None
     with contextlib.suppress(FileNotFoundError):  # of an earlier job: this one may not end
         os.unlink(file.name, dir_fd=args.junit_folder)
 

@@ -50,8 +50,12 @@ def doctor(spec: JobSpec, job: bool = False) -> Iterator[Finding]:
     try:
         daemon = Daemon()
     except OrchestrateError as error:
-        yield Finding(BAD, str(error), error.hint, error.exit_code)
-        yield from local()
+        found = [*local()]
+        usable = spec.engine == "auto" and found[0].state == GOOD  # local processes are the fallback
+        yield Finding(WARNING if usable else BAD, str(error), error.hint, error.exit_code)
+        yield from found
+        if job and usable:
+            yield from trial(spec)
         return
     info = daemon.info
     yield from engine.settings(daemon)
@@ -64,7 +68,7 @@ def doctor(spec: JobSpec, job: bool = False) -> Iterator[Finding]:
     if spec.image != IMAGE and wanted(spec) and not has_image(daemon, IMAGE):
         what = f"image {IMAGE} is missing: without it, nodes can reach this machine's ports"
         yield Finding(WARNING, what, "docker compose build")
-    if job and has_image(daemon, spec.image):
+    if job and spec.engine != "swarm" and has_image(daemon, spec.image):
         yield from trial(spec)
     if info.get("Swarm", {}).get("LocalNodeState") != "active":
         yield Finding(GOOD, "not part of a Swarm")

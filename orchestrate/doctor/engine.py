@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+import secrets
 import time
 from collections.abc import Iterator
 from datetime import datetime
-from ipaddress import ip_network
+from ipaddress import IPv4Network, ip_network
 from pathlib import Path
 from typing import Any
 
@@ -15,29 +16,33 @@ from orchestrate.doctor.findings import GOOD, WARNING, Finding
 from orchestrate.engines.docker.client import Daemon
 from orchestrate.errors import EngineError
 
-POOLS = [("172.17.0.0/12", 16, 15), ("192.168.0.0/16", 20, 16)]  # default: base, size, networks in it
+POOLS: list[dict[str, Any]] = [  # an engine's default
+    {"Base": "172.16.0.0/12", "Size": 16},
+    {"Base": "192.168.0.0/16", "Size": 20},
+]
+RESERVED = 1  # 172.16.0.0/16, which is not among them
 FEW_NETWORKS = 3
-MAX_SKEW = 3.0  # seconds between the clocks of the engine, which answered a moment ago, and of this machine
-REMOTE = ("tcp://", "ssh://", "http://", "https://")
+MAX_SKEW = 3.0  # seconds between the clocks of the engine and of this machine
+MTU = "com.docker.network.driver.mtu"
 
 
 def settings(daemon: Daemon) -> Iterator[Finding]:
     """Report the settings of an engine; each warning says how to change one."""
-    info = daemon.info
-    yield Finding(GOOD, f"Docker Engine {info['ServerVersion']} at {daemon.host}, Compose {_compose(daemon)}")
+    info, local = daemon.info, daemon.host.startswith("unix://")
+    version = info.get("ServerVersion") or "of unknown version"
+    yield Finding(GOOD, f"Docker Engine {version} at {daemon.host}, Compose {_compose(daemon)}")
     for text in info.get("Warnings") or []:
-        text = text.removeprefix("WARNING: ")
-        yield Finding(WARNING, f"the engine reports: {text}", "docker info shows it, too")
+        yield Finding(WARNING, f"the engine reports: {str(text).removeprefix('WARNING: ')}", "see docker info")
+    yield Finding(GOOD, f"cgroup version {info.get('CgroupVersion') or 'unknown'}")
     alive = info.get("LiveRestoreEnabled")
-    what = "jobs continue" if alive else "all jobs start again from their checkpoints"
-    hint = "" if alive else 'to avoid that, "live-restore": true in its daemon.json'
-    version = info.get("CgroupVersion") or "unknown"
-    yield Finding(GOOD, f"cgroup version {version}; when the engine restarts, {what}", hint)
+    what = "jobs continue" if alive else "jobs start again from their checkpoints"
+    hint = "" if alive else 'to avoid that: "live-restore": true in /etc/docker/daemon.json'
+    yield Finding(GOOD, f"when the engine restarts, {what}", hint)
     yield from _networks(daemon)
-    yield from _clock(info)
-    if not daemon.host.startswith(REMOTE):
+    yield from _clock(daemon)
+    if local:
         yield from machine.disk(Path(info.get("DockerRootDir") or "/"), "the engine")
-    yield from _mtu(daemon)
+        yield from _mtu(daemon)
 
 
 def _compose(daemon: Daemon) -> str:
@@ -47,46 +52,54 @@ def _compose(daemon: Daemon) -> str:
         return "of unknown version"
 
 
+def subnet(text: Any) -> IPv4Network | None:
+    """Parse a subnet; None for one of IPv6, and for what is none."""
+    try:
+        found = ip_network(text, strict=False)
+    except ValueError:
+        return None
+    return found if isinstance(found, IPv4Network) else None
+
+
 def _networks(daemon: Daemon) -> Iterator[Finding]:
     """Report how many more networks the address pools allow, since each job has one."""
-    pools = [
-        (pool["Base"], pool["Size"], 1 << max(0, pool["Size"] - ip_network(pool["Base"], strict=False).prefixlen))
-        for pool in daemon.info.get("DefaultAddressPools") or []
-        if ip_network(pool["Base"], strict=False).version == 4
-    ] or POOLS
+    own: list[dict[str, Any]] = daemon.info.get("DefaultAddressPools") or []
+    pools = [(base, pool["Size"]) for pool in own or POOLS if (base := subnet(pool.get("Base"))) and pool.get("Size")]
     with daemon.translating_errors("could not list its networks"):
         found = [network.attrs for network in daemon.client.networks.list()]
-    used = sum(
-        any(ip_network(config["Subnet"], strict=False).overlaps(ip_network(base, strict=False)) for base, _, _ in pools)
-        for network in found
-        for config in (network["IPAM"]["Config"] or [])[:1]
-        if network["Driver"] == "bridge" and ":" not in config.get("Subnet", ":")
-    )
-    left = max(0, sum(count for _, _, count in pools) - used)
+    configs = [one for attrs in found for one in (attrs.get("IPAM") or {}).get("Config") or [] if one]
+    taken = [net for one in configs if (net := subnet(one.get("Subnet")))]
+    used = sum(any(net.overlaps(base) for base, _ in pools) for net in taken)
+    left = max(0, sum(1 << max(0, size - base.prefixlen) for base, size in pools) - used - (not own) * RESERVED)
     few = left < FEW_NETWORKS
-    hint = "docker network prune, or default-address-pools in its daemon.json" if few else ""
+    hint = "docker network prune, or default-address-pools in /etc/docker/daemon.json" if few else ""
     yield Finding(WARNING if few else GOOD, f"address pools for {left} more networks: one for each job", hint)
 
 
-def _clock(info: dict[str, Any]) -> Iterator[Finding]:
+def _clock(daemon: Daemon) -> Iterator[Finding]:
     """Report an engine whose clock differs, as in a virtual machine that was suspended."""
-    text = re.sub(r"\.\d+", "", info.get("SystemTime", "")).replace("Z", "+00:00")
+    before = time.time()
+    with daemon.translating_errors("could not tell its time"):
+        text = re.sub(r"\.\d+", "", daemon.client.info().get("SystemTime") or "").replace("Z", "+00:00")
     try:
-        skew = datetime.fromisoformat(text).timestamp() - time.time()
-    except ValueError:
+        skew = datetime.fromisoformat(text).timestamp() - (before + time.time()) / 2
+    except (ValueError, OverflowError):
         return
-    if abs(skew) > MAX_SKEW:
+    if MAX_SKEW < abs(skew) < before:  # an engine without a clock reports the year 1
         yield Finding(WARNING, f"the engine's clock differs by {skew:+.0f} s", "restart Docker, or set up NTP")
 
 
 def _mtu(daemon: Daemon) -> Iterator[Finding]:
-    """Report a network whose packets are larger than this machine's link to the internet can carry."""
-    link = machine.link_mtu()
-    with daemon.translating_errors("could not inspect its network"):
-        bridge = daemon.client.networks.list(names=["bridge"])
-    option = (bridge[0].attrs.get("Options") or {}).get("com.docker.network.driver.mtu", "") if bridge else ""
-    own = int(option) if str(option).isdecimal() else machine.ETHERNET
+    """Report networks whose packets are larger than this machine's link to the internet can carry."""
+    with daemon.translating_errors("could not create a network"):
+        network = daemon.client.networks.create(f"doctor-{secrets.token_hex(6)}", driver="bridge")
+        try:
+            network.reload()
+            option = str((network.attrs.get("Options") or {}).get(MTU, ""))
+        finally:
+            network.remove()
+    link, own = machine.link_mtu(), int(option) if option.isdecimal() else machine.ETHERNET
     if link is not None and link < own:
         what = f"packets of containers have up to {own} bytes, and this machine's link carries {link}"
-        hint = f'"default-network-opts": {{"bridge": {{"com.docker.network.driver.mtu": "{link}"}}}} in its daemon.json'
+        hint = f'"default-network-opts": {{"bridge": {{"{MTU}": "{link}"}}}} in /etc/docker/daemon.json'
         yield Finding(WARNING, what, hint)

@@ -27,6 +27,7 @@ def local() -> Iterator[Finding]:
     except metadata.PackageNotFoundError:
         hint = f"{sys.executable} -m pip install torch"
         yield Finding(WARNING, f"local processes: torch is not installed in {sys.executable}", hint)
+    yield from disk(Path.cwd(), "this folder")
     yield from limits()
     found = look()
     yield from gpus(found)
@@ -52,7 +53,7 @@ def disk(folder: Path, of: str) -> Iterator[Finding]:
     """Report the free space of the disk that a folder is on, if the folder exists here."""
     try:
         free = shutil.disk_usage(folder).free
-    except OSError:
+    except (OSError, ValueError):
         return
     hint = "free disk space: docker system df, and python -m orchestrate prune --caches, show what can be removed"
     few = free < LITTLE_DISK

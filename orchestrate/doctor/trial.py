@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 import re
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from orchestrate.api.job import Job, JobFailed, submit
 from orchestrate.doctor.findings import BAD, GOOD, Finding
-from orchestrate.errors import FAILED
+from orchestrate.errors import FAILED, OrchestrateError
+from orchestrate.host import records
 from orchestrate.spec.spec import JobSpec
 
 SCRIPT = """import torch
@@ -29,37 +29,38 @@ for _ in range(10):
     optimizer.step()
 dist.destroy_process_group()
 """
-LIMIT = "5m"  # for the job; its image may have to be built before
+LIMIT = 300.0  # seconds
+KEYS = ("engine", "image", "dockerfile", "gpus", "memory", "cpus", "shm_size", "network")
 TRANSPORT = re.compile(r"NCCL INFO Channel .* via (\S+)")
 
 
 def trial(spec: JobSpec) -> Iterator[Finding]:
-    """Run the job on the engine, image and GPUs of `spec`; report its duration, or why it failed."""
+    """Run the job on the engine, image and GPUs of `spec`; report its duration, or why it failed.
+
+    However this ends, nothing of the job is left.
+    """
+    keys = {key: getattr(spec, key) for key in KEYS if getattr(spec, key) != getattr(JobSpec(), key)}
+    keys |= {"share_gpus": True, "optional": [*spec.optional, "share_gpus"], "env": {"NCCL_DEBUG": "INFO"}}
     with tempfile.TemporaryDirectory(prefix="doctor-") as name:
         folder = Path(name)
         (folder / "ten_steps.py").write_text(SCRIPT)
-        command = [sys.executable, "-m", "orchestrate", "run", "--json", "--max-run", LIMIT, "--max-restarts", "0"]
-        command += ["--nodes", "2", "--set", "share_gpus=true", "-e", "NCCL_DEBUG=INFO", "--progress", "quiet"]
-        for key in ("engine", "image", "dockerfile", "gpus", "memory", "cpus", "network"):
-            value = getattr(spec, key)
-            command += ["--set", f"{key}={value}"] if value != getattr(JobSpec(), key) else []
-        done = subprocess.run([*command, "ten_steps.py"], cwd=folder, capture_output=True, text=True)
         try:
-            report = json.loads(done.stdout)
-        except ValueError:  # it could not start
-            why, _, hint = done.stderr.partition("\nhint: ")
-            yield Finding(BAD, f"a job of two nodes cannot start: {_last(why)}", hint.strip(), done.returncode)
-            return
-        if report["outcome"] != "succeeded":
-            cause = report["root_cause"] or {"summary": report["reason"], "hint": ""}
+            job = submit("ten_steps.py", runs=folder / "runs", source=name, nodes=2, max_restarts=0, **keys)
+            duration = job.wait(LIMIT).report["duration_s"]
+            logs = "".join(job.logs(rank=0))
+        except JobFailed as error:
+            cause = error.result.report["root_cause"] or {"summary": error.result.report["reason"], "hint": ""}
             yield Finding(BAD, f"a job of two nodes failed: {cause['summary']}", cause["hint"], FAILED)
-            return
-        logs = "".join(path.read_text(errors="replace") for path in folder.glob("runs/*/logs/*.log"))
-        ways = sorted({*TRANSPORT.findall(logs)})
-        by = f", NCCL by {', '.join(ways)}" if ways else ""
-        yield Finding(GOOD, f"a job of two nodes ran ten steps in {report['duration_s']:.1f} s{by}")
-
-
-def _last(text: str) -> str:
-    """Return the last line, without the mark of an error."""
-    return (text.strip().splitlines() or ["no message"])[-1].removeprefix("error: ")
+        except OrchestrateError as error:
+            yield Finding(BAD, f"a job of two nodes cannot start: {error}", error.hint, error.exit_code)
+        except TimeoutError:
+            yield Finding(BAD, f"a job of two nodes did not end within {LIMIT:g} s", "see the lines above", FAILED)
+        else:
+            ways = sorted({*TRANSPORT.findall(logs)})
+            by = f", NCCL by {', '.join(ways)}" if ways else ""
+            yield Finding(GOOD, f"a job of two nodes ran ten steps in {duration:.1f} s{by}")
+        finally:
+            for run in folder.glob("runs/*/"):
+                with contextlib.suppress(OrchestrateError):  # it has ended
+                    Job(run).stop()
+                records.forget(run)

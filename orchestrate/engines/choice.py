@@ -41,6 +41,8 @@ def select_engine(spec: JobSpec) -> Engine:
                 raise
             log.debug("falling back to local processes", exc_info=True)
             fix = "Start Docker" if isinstance(error, EngineLost) else f"{error.hint[0].upper()}{error.hint[1:]}"
+            if error.hint.startswith("sudo"):
+                fix = f"Get access to its socket ({error.hint.partition(';')[0]})"
             print_message(f"{error}; running as local processes, without isolation. {fix} to use containers.")
         except OrchestrateError as error:
             if spec.engine == "auto":

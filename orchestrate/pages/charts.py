@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 from xml.etree import ElementTree
 
 import pygal
@@ -32,6 +34,24 @@ STYLE = Style(
     title_font_size=12,
     colors=tuple(f"var(--color-{number})" for number in range(COLORS)),
 )
+
+
+class Chart(NamedTuple):
+    """A chart as pages show it."""
+
+    title: str
+    svg: str
+    data: str  # labels and points of its curves, as JSON
+    axis: str
+
+
+def charts(curves: Mapping[str, Mapping[str, Curve]], axis: str) -> list[Chart]:
+    """Return a chart for each title, with curves by label."""
+    found = []
+    for title, each in curves.items():
+        data = json.dumps([{"label": label, "points": curve} for label, curve in each.items()])
+        found.append(Chart(title, lines(each, axis), data, axis))
+    return found
 
 
 def lines(curves: Mapping[str, Curve], axis: str = "step") -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +18,15 @@ BUCKETS = 250  # parts of a curve, of each of which the lowest and highest value
 MAX_NAME = 60  # characters
 
 Curve = list[tuple[float, float]]  # steps and values
+SPLITS = {"train", "training", "test", "testing", "val", "valid", "validation", "eval", "evaluation", "dev"}
+# Of which a curve shows nothing that its last value does not.
+COUNTERS = {"epoch", "epochs", "sample", "samples", "token", "tokens", "iteration", "iter", "seconds", "elapsed"}
+
+
+def quantity(name: str) -> str:
+    """Return what a metric measures, without the part of the data: `loss` for `train_loss` and `eval/loss`."""
+    words = [word for word in re.split(r"[\W_]+", name.lower()) if word]
+    return "_".join(word for word in words if word not in SPLITS) or name
 
 
 @dataclass

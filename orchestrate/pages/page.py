@@ -1,8 +1,10 @@
-"""Pages about jobs, each one file without scripts that needs nothing else."""
+"""Pages about jobs, each one file that needs nothing else, and no script to be read."""
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import hashlib
 import json
 import logging
 import os
@@ -14,6 +16,7 @@ from typing import Any
 
 from jinja2 import BytecodeCache, Environment, FileSystemLoader, StrictUndefined
 from jinja2.bccache import Bucket
+from markupsafe import Markup
 
 from orchestrate import __version__
 from orchestrate.console import shortened
@@ -21,8 +24,9 @@ from orchestrate.errors import OrchestrateError
 from orchestrate.files.folder import write_whole
 from orchestrate.host import private
 from orchestrate.node.trees import opened
+from orchestrate.pages.curves import COUNTERS, quantity
 from orchestrate.pages.job import Run, load
-from orchestrate.record.metrics import FIRST, NOT_FINITE, place, shown
+from orchestrate.record.metrics import FIRST, NOT_FINITE, is_number, place, shown
 from orchestrate.record.paths import JobPaths
 from orchestrate.record.steps import SHORT
 
@@ -32,6 +36,7 @@ UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f\u202a-\u202e\u2066-\u2069\ud80
 MAX_VALUE = 60  # characters of a metric
 MAX_FAILURES = 100
 CACHE = "templates"
+SCRIPT = (Path(__file__).parent / "page.js").read_text()
 
 
 class Compiled(BytecodeCache):
@@ -98,6 +103,7 @@ def page(runs: Sequence[Run], links: Sequence[str], home: str = "") -> str:
     if curves:
         from orchestrate.pages import charts  # imports pygal
     axis = " or ".join(dict.fromkeys(run.axis for run in runs if run.curves))
+    script, policy = scripted(SCRIPT)
     template = TEMPLATES.get_template("one.html" if len(runs) == 1 else "several.html")
     text = template.render(
         run=runs[0],
@@ -106,26 +112,57 @@ def page(runs: Sequence[Run], links: Sequence[str], home: str = "") -> str:
         home=home,
         version=__version__,
         max_failures=MAX_FAILURES,
-        charts={name: charts.lines(each, axis) for name, each in curves.items()},
-        settings=_differing([run.settings | {"command": run.command} for run in runs]),
+        charts=charts.charts(curves, axis) if curves else [],
+        headline=headline(runs[0]),
+        script=script,
+        script_policy=policy,
+        settings=_differing([_facts(run) | run.settings | {"command": run.command} for run in runs]),
         finals=_differing([{name: _value(value) for name, value in _finals(run).items()} for run in runs]),
         duration=duration,
+        numeric=lambda values: all(re.fullmatch(r"-?[\d.]+(e[-+]?\d+)?", value) for value in values if value),
         short=SHORT,
     )
     return UNPRINTABLE.sub("�", text)
 
 
-def drawn(runs: Sequence[Run]) -> dict[str, dict[str, Any]]:
-    """Return the curves of each metric by label: its name, or the names of the jobs.
+def scripted(source: str) -> tuple[Markup, Markup]:
+    """Return a script as an element, and the policy that lets only it run."""
+    digest = base64.b64encode(hashlib.sha256(source.encode()).digest()).decode()
+    return Markup("<script>{}</script>").format(Markup(source)), Markup("; script-src 'sha256-{}'").format(digest)
 
-    A constant that is neither a loss nor an accuracy is left out.
+
+def drawn(runs: Sequence[Run]) -> dict[str, dict[str, Any]]:
+    """Return the curves of each chart by label: those of a quantity of one job, or those of a metric of several.
+
+    Counters, and constants that are neither a loss nor an accuracy, are left out.
     """
     found: dict[str, dict[str, Any]] = {}
     for run in runs:
         for name, curve in run.curves.items():
-            found.setdefault(name, {})[name if len(runs) == 1 else run.name] = curve
+            if quantity(name) not in COUNTERS:
+                title, label = (quantity(name), name) if len(runs) == 1 else (name, run.name)
+                found.setdefault(title, {})[label] = curve
     values = {name: {value for curve in curves.values() for _, value in curve} for name, curves in found.items()}
-    return {name: curves for name, curves in found.items() if place(name) < len(FIRST) or len(values[name]) > 1}
+    found = {name: curves for name, curves in found.items() if place(name) < len(FIRST) or len(values[name]) > 1}
+    return {[*curves][0] if len(runs) == len(curves) == 1 else name: curves for name, curves in found.items()}
+
+
+def headline(run: Run) -> list[tuple[str, str]]:
+    """Return the three numbers that matter most of a job: its duration, its goodput, and a metric, if there are any."""
+    goodput = _facts(run)["goodput"]
+    found = [("duration", duration(run.seconds)), *([("goodput", goodput)] if goodput else [])]
+    numbers = {name: value for name, value in _finals(run).items() if is_number(value)}
+    metrics = sorted((-place(name), quantity(name) == name, name) for name in numbers if place(name) < len(FIRST))
+    return found + [(name, _value(numbers[name])) for _, _, name in metrics[:1]]
+
+
+def _facts(run: Run) -> dict[str, str]:
+    """Return what comparisons show of a job besides its settings."""
+    report = run.report
+    goodput = f"{round(100 * run.goodput)} %" if run.spans and run.seconds >= SHORT else ""
+    found = {"goodput": goodput, "workers": str(report["world_size"]), "generations": str(report["generations"])}
+    commit = f"{report['commit'][:12]}{' and changes' * bool(report['dirty'])}"
+    return found | {"commit": commit, "machine": f"{report['engine']}: {run.machine}"}
 
 
 def _finals(run: Run) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,7 +12,7 @@ from orchestrate import __version__
 from orchestrate.dataclass import dataclass
 from orchestrate.pages import charts
 from orchestrate.pages.curves import Curve
-from orchestrate.pages.page import TEMPLATES, UNPRINTABLE, duration
+from orchestrate.pages.page import SCRIPT, TEMPLATES, UNPRINTABLE, duration, scripted
 from orchestrate.record.metrics import listed, shown
 from orchestrate.show.state import SHOWN_METRICS, View, status, worst_first
 from orchestrate.spec.sizes import format_bytes
@@ -79,7 +78,7 @@ def live(
         state=state,
         seconds=seconds,
         status=status(view),
-        charts={name: charts.lines({name: curve}, axis) for name, curve in curves.items()},
+        charts=charts.charts({name: {name: curve} for name, curve in curves.items()}, axis),
         ranks=sorted(worst_first(view.ranks, time.monotonic())[:MAX_RANKS], key=lambda rank: rank.number),
         events=events,
         lines="\n".join(lines),
@@ -94,9 +93,8 @@ def metrics(values: Mapping[str, Any]) -> str:
 
 
 def _page(template: str, **values: Any) -> str:
-    nonce = secrets.token_urlsafe(16)
-    script = Markup('<script nonce="{}">{}</script>').format(nonce, Markup(REFRESH))
-    policy = Markup("; connect-src 'self'; script-src 'nonce-{}'").format(nonce)
+    script, policy = scripted(SCRIPT + REFRESH)
+    policy = Markup("; connect-src 'self'") + policy
     text = TEMPLATES.get_template(template).render(
         **values, version=__version__, duration=duration, refresh=script, script_policy=policy
     )

@@ -29,6 +29,18 @@ BROKEN = {pytest.ExitCode.INTERRUPTED: 128 + signal.SIGINT, pytest.ExitCode.INTE
 open_, replace, dump, now = open, os.replace, json.dump, time.time
 
 
+@pytest.fixture(scope="session")
+def rank() -> int:
+    """Rank of this process."""
+    return RANK
+
+
+@pytest.fixture(scope="session")
+def world_size() -> int:
+    """Number of ranks."""
+    return WORLD_SIZE
+
+
 class Rank:
     """Runs the tests that the plug-in asks for, one after the other."""
 
@@ -40,16 +52,6 @@ class Rank:
         self.number = 0
         self.bound = socket.socket()
         self.stores: list[Any] = []
-
-    @pytest.fixture(scope="session")
-    def rank(self) -> int:
-        """Rank of this process."""
-        return RANK
-
-    @pytest.fixture(scope="session")
-    def world_size(self) -> int:
-        """Number of ranks."""
-        return WORLD_SIZE
 
     def pytest_configure(self, config: pytest.Config) -> None:
         """Register what the plug-in registers."""
@@ -160,6 +162,7 @@ def main() -> None:
     config = pytest.Config.fromdictargs(options, asked["arguments"])
     config.workerinput = {"workerid": f"rank{RANK}", "workercount": WORLD_SIZE}  # type: ignore[attr-defined]
     config.pluginmanager.register(Rank(config), "orchestrate-rank")
+    config.pluginmanager.register(sys.modules[__name__], "orchestrate-rank-fixtures")
     try:
         code = config.hook.pytest_cmdline_main(config=config)
     finally:

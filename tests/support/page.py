@@ -1,5 +1,7 @@
 """Pages about jobs, as a browser reads them."""
 
+import base64
+import hashlib
 import re
 from collections.abc import Sequence
 from html.parser import HTMLParser
@@ -35,7 +37,7 @@ class Page(HTMLParser):
         assert self.open.pop() == tag
 
     def handle_data(self, data):
-        if "style" not in self.open:
+        if not {"style", "script"} & {*self.open}:
             self.words += data.split()
 
     @property
@@ -45,6 +47,12 @@ class Page(HTMLParser):
     def references(self) -> set[str]:
         names = ("src", "href", "xlink:href", "action", "data", "srcset")
         return {values[name] or "" for _, values in self.elements for name in names if name in values}
+
+
+def digest(html: str) -> str:
+    """The hash of a page's only script, as its policy must have it."""
+    (source,) = re.findall("<script>(.*)</script>", html, re.DOTALL)
+    return f"sha256-{base64.b64encode(hashlib.sha256(source.encode()).digest()).decode()}"
 
 
 def words(html: str) -> str:

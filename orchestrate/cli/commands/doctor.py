@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from orchestrate import console, errors
-from orchestrate.cli import options, request
+from orchestrate.cli import options, request, signals
 from orchestrate.cli.parser import Parser
 from orchestrate.console import out
+from orchestrate.dataclass import replace
 from orchestrate.engines import check_cache
 from orchestrate.engines.choice import sdk
 from orchestrate.spec.spec import JobSpec
@@ -31,6 +32,7 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print problems that keep the job of a command line from running; return the exit code of the first error."""
+    signals.interruptible()
     return examine(request.spec_of(args), job=not args.quick, as_json=args.json)
 
 
@@ -41,6 +43,7 @@ def examine(spec: JobSpec, job: bool = False, as_json: bool = False) -> int:
     check_cache.forget()  # what keeps GPUs from being used may have been fixed
     found = []
     for finding in _findings(spec, job):
+        finding = replace(finding, hint=finding.hint.replace(f"{console.MODULE} ", f"{console.called()} "))
         found.append(finding)
         if not as_json:
             out(f"{finding.state:<7}  {finding.what}")

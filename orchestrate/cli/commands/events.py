@@ -17,7 +17,7 @@ from orchestrate.record import events, report, run_dir
 from orchestrate.record.events import Event
 
 MAX_VALUE = 100  # characters of a value
-LEFT_OUT = ("time", "seconds", "version", "states", "use", "known", "exchanged", "hosts")
+LEFT_OUT = ("time", "seconds", "version", "states", "use", "known", "exchanged", "hosts", "boot", "monotonic")
 
 
 def add_arguments(parser: Parser) -> None:

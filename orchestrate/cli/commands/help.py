@@ -8,7 +8,7 @@ import sys
 
 from orchestrate import console, errors
 from orchestrate.cli import options
-from orchestrate.cli.parser import Parser, closest
+from orchestrate.cli.parser import EXPORTS, Parser, closest
 from orchestrate.cli.table import COMMANDS
 from orchestrate.errors import UsageError
 from orchestrate.files.paths import PROJECT
@@ -16,9 +16,9 @@ from orchestrate.files.paths import PROJECT
 
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of `help`."""
-    parser.add_argument(
-        "topic", nargs="?", metavar="TOPIC", help="a command, a key of the job file, or a page; without it, list them"
-    )
+    text = "a command, a key of the job file, or a page; without it, list them"
+    parser.add_argument("topic", nargs="?", metavar="TOPIC", help=text)
+    parser.add_argument("target", nargs="?", choices=[*EXPORTS], help="the target of an export")
 
 
 def topics() -> list[str]:
@@ -33,7 +33,8 @@ def run(args: argparse.Namespace) -> int:
         console.out(f"\npages ({console.called()} help PAGE):")
         console.out("  " + ", ".join(topics()))
     elif args.topic in COMMANDS:
-        options.parser(args.topic).subparser(args.topic).print_help()
+        shown = options.parser(args.topic).subparser(args.topic)
+        (shown.subparser(args.target) if args.target and args.topic == "export" else shown).print_help()
     else:
         _show(_page(args.topic))
     return errors.SUCCEEDED
@@ -43,11 +44,12 @@ def _page(topic: str) -> str:
     """Return a page, or the description of a key; raises UsageError if there is neither."""
     from orchestrate.spec.spec import FIELDS, description
 
+    key = "trainers" if topic == "nodes" else topic.replace("-", "_")
+    about = f"{key}: {description(key)}\n" if key in FIELDS else ""
     if topic in topics():
-        return (PROJECT / "docs" / f"{topic}.md").read_text()
-    key = topic.replace("-", "_")
-    if key in FIELDS:
-        return f"{key}: {description(key)}\n"
+        return f"{about}\n" * bool(about) + (PROJECT / "docs" / f"{topic}.md").read_text(encoding="utf-8")
+    if about:
+        return about
     hint = closest(topic, [*COMMANDS, *topics(), *FIELDS]) or f"{console.called()} help lists what there is"
     raise UsageError(f"no help on {console.quoted(topic)}", hint)
 

@@ -34,7 +34,13 @@ def here(tmp_path, monkeypatch):
         ("run -- ", []),
         ("logs ", ["bert-0c3e7b", "latest", "train-4f2a91"]),
         ("logs tr", ["train-4f2a91"]),
+        ("logs train-4f2a91 ", []),
+        ("logs train-4f2a91 --fo", ["--follow"]),
+        ("run train.py --e", []),
+        ("run --engine=sl", ["--engine=slurm"]),
+        ("run --nodes 2 --eng", ["--engine"]),
         ("logs --runs others g", ["gpt-51d04c"]),
+        ("logs --runs=others g", ["gpt-51d04c"]),
         ("run --resume b", ["bert-0c3e7b"]),
         ("export ", ["compose", "kubernetes", "slurm"]),
         ("export slurm --form", ["--form"]),
@@ -61,8 +67,11 @@ def test_the_script_must_be_installed_where_the_shell_finds_it(tmp_path, monkeyp
     script = capsys.readouterr().out
     monkeypatch.setenv("SHELL", f"/bin/{shell}")
     assert main(["completion", "--install"]) == 0
-    (path,) = [path for path in tmp_path.rglob("*") if path.is_file()]
-    assert path.read_text() == script and str(path) in capsys.readouterr().err
+    paths, messages = [path for path in tmp_path.rglob("*") if path.is_file()], capsys.readouterr().err
+    assert all(path.read_text() == script and str(path) in messages for path in paths)
+    assert len(paths) == (1 if shell == "zsh" else 2)  # zsh reads the names of the commands in the file
+    monkeypatch.setenv("HOME", "")
+    assert main(["completion", "--install"]) == 2
 
 
 def test_an_unknown_shell_must_be_refused(monkeypatch, capsys):
@@ -73,7 +82,8 @@ def test_an_unknown_shell_must_be_refused(monkeypatch, capsys):
 
 ASK = {
     "bash": """source <(orchestrate completion bash)
-        COMP_WORDS=(orchestrate logs t); COMP_CWORD=2; _orchestrate orchestrate; echo "${COMPREPLY[@]}" """,
+        COMP_WORDS=(./orchestrate logs --runs = runs t); COMP_CWORD=5
+        _orchestrate ./orchestrate; echo "${COMPREPLY[@]}" """,
     "zsh": """autoload -Uz compinit; compinit -u -d "$HOME/.zcompdump"; source <(orchestrate completion zsh)
         compadd() { print -- "$@[2]" }; words=(orchestrate logs t); CURRENT=3; _orchestrate""",
     "fish": "orchestrate completion fish | source; complete --do-complete 'orchestrate logs t'",

@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from orchestrate.api.request import spec_of
+
 
 @pytest.fixture
 def configured(do, tmp_path, monkeypatch):
@@ -44,3 +46,10 @@ def test_defaults_must_not_come_from_the_current_folder(do, configured, tmp_path
     monkeypatch.setenv("XDG_CONFIG_HOME", "config")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert do("plan", "--", "-m", "app.train")[0] == 0
+
+
+def test_a_default_that_an_engine_does_not_support_must_be_ignored_by_it_but_not_one_for_isolation(do, configured):
+    configured("memory: 2g\nisolated: true\n")
+    usual = spec_of({"command": "sh", "engine": "process"})
+    assert (usual.memory, usual.isolated, usual.optional) == ("2g", True, ["memory"])
+    assert spec_of({"command": "sh", "engine": "process", "memory": "1g"}).optional == []

@@ -60,8 +60,15 @@ def test_a_job_must_not_lead_the_file_elsewhere(do, engine, tmp_path):
     engine.start = after(engine.start, lambda: swap(None))
     assert do("run", "--trainers", "2", "--junit-xml", tmp_path / "sub" / "junit.xml", *APP)[0] == 0
     assert not [*(tmp_path / "elsewhere").iterdir()] and (tmp_path / "moved" / "junit.xml").exists()
-    code, _, err = do("run", "--junit-xml", tmp_path / "none" / "junit.xml", *APP)
-    assert code == 2 and "No such file" in err[-2]
+
+
+def test_the_folder_of_the_file_must_be_created(do, engine, tmp_path):
+    engine.generations = [[ALL_WELL]]
+    assert do("run", "--trainers", "2", "--junit-xml", tmp_path / "new" / "folder" / "junit.xml", *APP)[0] == 0
+    assert (tmp_path / "new" / "folder" / "junit.xml").exists()
+    (tmp_path / "file").touch()
+    code, _, err = do("run", "--junit-xml", tmp_path / "file" / "junit.xml", *APP)
+    assert code == 2 and "File exists" in err[-2]
 
 
 def test_what_is_not_a_file_must_be_refused_before_there_is_a_job_and_kept(do, runs, tmp_path):

@@ -37,7 +37,10 @@ class Engine:
 
     def __init__(self, networks: Sequence[object], **info: object) -> None:
         self.info = {"ServerVersion": "28.0.1", "CgroupVersion": "2", **info}
-        self.client = SimpleNamespace(networks=SimpleNamespace(list=lambda names=(): networks))
+        options = info.pop("NetworkOptions", {})
+        new = SimpleNamespace(attrs={"Options": options}, reload=lambda: None, remove=lambda: None)
+        manager = SimpleNamespace(list=lambda: networks, create=lambda name, driver: new)
+        self.client = SimpleNamespace(networks=manager, info=lambda: self.info)
 
     def compose(self, *_: str, **__: object) -> str:
         return "2.30.3\n"

@@ -47,10 +47,12 @@ def test_an_engine_that_does_not_answer_must_be_an_error(monkeypatch, capsys):
         raise EngineError("no Docker Engine answers", "start Docker")
 
     monkeypatch.setattr(checks, "Daemon", refuse)
-    assert examine(JobSpec()) == 3
+    assert examine(JobSpec(engine="docker")) == 3
     engine, hint, torch, *_, gpus = capsys.readouterr().out.splitlines()
     assert (engine, hint) == ("error    no Docker Engine answers", "         hint: start Docker")
     assert torch.startswith("ok       local processes: torch ") and gpus == "ok       this machine has no NVIDIA GPU"
+    assert examine(JobSpec()) == 0  # local processes are used instead
+    assert capsys.readouterr().out.startswith("warning  no Docker Engine answers")
 
 
 @pytest.mark.parametrize("there", [True, False])

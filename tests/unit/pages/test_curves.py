@@ -97,12 +97,28 @@ def test_curves_must_come_from_the_output_if_metrics_jsonl_has_few_points_and_fr
 
 
 def test_loss_and_accuracy_must_come_first_and_other_constants_must_not_be_drawn():
-    rows = [{"a": step, "val_acc": 1, "train_loss": 1, "samples": 12_000, "zz": -step} for step in range(2)]
+    rows = [
+        {"a": step, "val_acc": 1, "train_loss": 1, "width": 12, "zz": -step, "epoch": step, "seconds": step}
+        for step in range(2)
+    ]
     found = progress(rows)
     one = dataclasses.replace(run(found, 1.0), curves=found.drawn())
     assert [*drawn([one])] == ["train_loss", "val_acc", "a", "zz"]
-    other = dataclasses.replace(one, name="other", curves={"samples": [(0, 2.0), (1, 2.0)]})
-    assert drawn([one, other])["samples"] == {"job": [(1, 12_000), (2, 12_000)], "other": [(0, 2.0), (1, 2.0)]}
+    other = dataclasses.replace(one, name="other", curves={"width": [(0, 2.0), (1, 2.0)]})
+    assert drawn([one, other])["width"] == {"job": [(1, 12), (2, 12)], "other": [(0, 2.0), (1, 2.0)]}
+
+
+def test_curves_of_one_quantity_must_be_in_one_chart():
+    names = ("train/loss", "eval_loss", "acc", "val_acc", "lr", "testing")
+    found = progress({name: step + place for place, name in enumerate(names)} for step in range(2))
+    one = dataclasses.replace(run(found, 1.0), curves=found.drawn())
+    assert {title: [*curves] for title, curves in drawn([one]).items()} == {
+        "loss": ["eval_loss", "train/loss"],
+        "acc": ["acc", "val_acc"],
+        "lr": ["lr"],
+        "testing": ["testing"],
+    }
+    assert {*drawn([one, dataclasses.replace(one, name="other")])} == {*names}
 
 
 def test_a_long_curve_must_keep_its_extremes():
