@@ -41,6 +41,7 @@ CODE = {
     "steady-state": ("app", "orchestrate/node", "docker-compose.yml"),
     "time-to-accuracy": ("app", "orchestrate/node"),
 }
+OLD = "Out of date: what it measures has changed since."
 RESULTS = ROOT / "docs" / "performance" / "results.json"
 
 
@@ -72,11 +73,9 @@ def number(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}" if value >= 0.0001 else "0"
 
 
-def section(name: str, result: dict[str, Any]) -> str:
-    """One benchmark: description, figures and plot."""
-    lines = [f"## {heading(name)}", "", result["about"], ""]
-    if changed(name, result["machine"].get("commit", "unknown")):
-        lines += ["Out of date: what it measures has changed since.", ""]
+def section(name: str, result: dict[str, Any], old: bool) -> str:
+    """One benchmark: description, whether it is out of date, figures and plot."""
+    lines = [f"## {heading(name)}", "", result["about"], "", *[OLD, ""] * old]
     misses = [label for label, value in result["ratios"].items() if met(label, value) is False]
     if misses and name in REASONS:
         lines += [f"Missed: {REASONS[name]}".replace(". ", ".\n"), ""]
@@ -123,6 +122,7 @@ def by_targets(item: tuple[str, Any]) -> tuple[bool, int]:
 
 def page(title: str, command: str, results: dict[str, Any]) -> str:
     """Return a document of results, which may come from several machines, commits and days."""
+    old = {name for name, result in results.items() if changed(name, result["machine"].get("commit", "unknown"))}
     where = {name: f"Machine: {described(result['machine'])}; {result['date']}." for name, result in results.items()}
     text = [
         title,
@@ -132,9 +132,10 @@ def page(title: str, command: str, results: dict[str, Any]) -> str:
         "Ratios carry over to other machines, times do not.",
         "Benchmarks that miss a target come first.",
         "",
+        *[OLD, ""] * (old == {*results}),
     ]
     for name, result in sorted(results.items(), key=by_targets):
-        text.append(section(name, result))
+        text.append(section(name, result, name in old and old != {*results}))
         if len(set(where.values())) > 1:
             text.append(f"{where[name]}\n")
     return "\n".join(text)

@@ -65,10 +65,11 @@ def ours(*options: str) -> None:
         orchestrate("run", "--gpus", "none", "--trainers", str(NODES - 1), "--runs", runs, *options, "--", SCRIPT)
 
 
-def orchestrate(*arguments: str) -> str:
-    """Run an `orchestrate` command; return its output."""
+def orchestrate(*arguments: str, folder: Path = ROOT) -> str:
+    """Run an `orchestrate` command in a folder; return its output."""
     command = [sys.executable, "-m", "orchestrate", *arguments]
-    return subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, check=True, capture_output=True, text=True, cwd=folder, env=env).stdout
 
 
 COMPOSE = f"""

@@ -12,7 +12,7 @@ from orchestrate.cli.options import module, quiet
 from orchestrate.cli.table import COMMANDS
 from orchestrate.clock import SYSTEM, Clock
 from orchestrate.console import print_message
-from orchestrate.errors import EngineError, OrchestrateError, ResourceError, UsageError
+from orchestrate.errors import EngineError, OrchestrateError, UsageError
 from orchestrate.patience import Abandoned
 
 
@@ -36,11 +36,11 @@ def _run_guarded(argv: list[str], clock: Clock) -> int:
         return _command(argv, clock)
     except OrchestrateError as error:
         print_message(f"error: {error}")
-        if error.hint:
-            print_message(f"hint: {error.hint}")
-        machine = isinstance(error, (EngineError, ResourceError)) and "doctor" not in error.hint
-        if machine and argv[0] in ("run", "up", "resume"):
-            print_message("hint: python -m orchestrate doctor checks this machine")
+        check = "python -m orchestrate doctor checks this machine"
+        starts = isinstance(error, EngineError) and argv[0] in ("run", "up", "resume")
+        hints = [error.hint] * bool(error.hint) + [check] * (starts and "doctor" not in error.hint)
+        if hints:
+            print_message(f"hint: {'; '.join(hints)}")
         return error.exit_code
     except (KeyboardInterrupt, Abandoned):
         print_message("stopped")

@@ -38,7 +38,8 @@ class Parser(argparse.ArgumentParser):
             hint = f"{self.prog} run {match[1]}" if script else closest(match[1], known)
             hint = hint or (f"one of {', '.join(known)}" if kind == "target" else f"{self.prog} --help")
             raise UsageError(f"unknown {kind} {quoted(match[1])}", hint)
-        raise UsageError(message, f"{self.prog} --help")
+        newest = f"{self.prog} latest, or a name: {self.prog.rpartition(' ')[0]} ps --all lists them"
+        raise UsageError(message, newest if message.endswith("required: JOB") else f"{self.prog} --help")
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse `args`; raises UsageError for unknown options and unexpected arguments."""

@@ -60,7 +60,7 @@ def test_commands_must_not_import_a_module_from_the_current_folder(cli, nothing_
     run(cli, mark, "--help")
     run(cli, mark, "--version")
     run(cli, mark, "plan", *JOB, *SCRIPT)
-    run(cli, mark, "doctor", code=3)
+    run(cli, mark, "doctor", "--engine", "docker", code=3)
     for arguments in (["kubernetes", "--image", "a.example/b:1"], ["slurm"], ["compose"]):
         run(cli, mark, "export", *arguments, "--trainers", "1", "--gpus", "none", *SCRIPT)
     first = Path(run(cli, mark, "run", "--print-path", *JOB, *SCRIPT).strip()).name
@@ -120,7 +120,7 @@ def test_entries_of_pythonpath_must_be_kept(cli, safe):
     for path in cli.folder.glob("*.py"):  # keep one that no other module needs
         if path.name != "simplejson.py":
             path.unlink()
-    command = [sys.executable, *([safe] if safe == "-P" else []), "-m", "orchestrate", "doctor"]
+    command = [sys.executable, *([safe] if safe == "-P" else []), "-m", "orchestrate", "doctor", "--quick"]
     env |= {"DOCKER_HOST": "unix:///nowhere.sock"}
     subprocess.run(command, cwd=cli.folder, env=env, capture_output=True, timeout=60)
     assert "simplejson" in mark.read_text()
@@ -133,7 +133,7 @@ def test_an_empty_entry_of_pythonpath_must_not_add_the_current_folder(cli, nothi
     cli.env["DOCKER_HOST"] = "unix:///nowhere.sock"
     for path in (":{root}", "{root}:", ":{root}:", "{root}::/none"):
         cli.env["PYTHONPATH"] = path.format(root=ROOT).replace(":", os.pathsep)
-        run(cli, mark, "doctor", code=3)
+        run(cli, mark, "doctor", "--engine", "docker", code=3)
     run(cli, mark, "plan", *JOB, *SCRIPT)
     run(cli, mark, "run", *JOB, *SCRIPT)
     first = Path(run(cli, mark, "run", "--detach", *JOB, *SCRIPT).strip()).name
@@ -148,7 +148,7 @@ def test_a_current_folder_named_in_pythonpath_must_be_kept(cli, path):
             module.unlink()
     named = path.format(root=ROOT, here=cli.folder).replace(":", os.pathsep)
     env = cli.env | {"PYTHONPATH": named, "DOCKER_HOST": "unix:///nowhere.sock"}
-    subprocess.run([sys.executable, "-m", "orchestrate", "doctor"], cwd=cli.folder, env=env, capture_output=True)
+    subprocess.run([sys.executable, "-m", "orchestrate", "doctor", "--quick"], cwd=cli.folder, env=env, capture_output=True)
     assert "simplejson" in mark.read_text()
 
 

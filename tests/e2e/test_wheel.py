@@ -71,7 +71,9 @@ def test_a_wheel_must_contain_the_files_of_compose_and_docker_and_only_the_packa
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         shipped = {name: archive.read(name) for name in names if name.startswith("orchestrate/project/")}
-    assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {"orchestrate"}
+    manual = "torch_orchestrate-0.1.0.data/data/share/man/man1/orchestrate.1"
+    assert {name.split("/")[0] for name in names if ".dist-info" not in name and name != manual} == {"orchestrate"}
+    assert manual in names and "orchestrate/project/docs/tutorial.md" in names
     for name, content in shipped.items():
         assert (ROOT / name.removeprefix("orchestrate/project/")).read_bytes() == content
     compose = yaml.safe_load(shipped["orchestrate/project/docker-compose.yml"])

@@ -22,13 +22,13 @@ from orchestrate.files.paths import NAME
 SCRIPTS = {
     "bash": """\
 _orchestrate() {
-    local IFS=$'\\n' words=() word after=
+    local IFS=$'\\n' words=() word after= last=-1
     for word in "${COMP_WORDS[@]:1:COMP_CWORD}"; do  # bash splits --option=value
-        if [[ ${#words[@]} -gt 0 && ( $word == = || $after ) ]]; then words[-1]+=$word; else words+=("$word"); fi
+        if [[ $last -ge 0 && ( $word == = || $after ) ]]; then words[last]+=$word; else words[++last]=$word; fi
         [[ $word == = ]] && after=1 || after=
     done
     COMPREPLY=($(command "${1##*/}" completion -- "${words[@]}" 2>/dev/null))
-    [[ ${words[-1]} == --*=* ]] && COMPREPLY=("${COMPREPLY[@]#*=}")
+    [[ ${words[last]} == --*=* ]] && COMPREPLY=("${COMPREPLY[@]#*=}")
     [[ ${#COMPREPLY[@]} == 1 && ${COMPREPLY[0]} == *= ]] && compopt -o nospace 2>/dev/null
 }
 complete -o default -F _orchestrate orchestrate torch-orchestrate

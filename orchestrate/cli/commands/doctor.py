@@ -14,6 +14,7 @@ from orchestrate.console import out
 from orchestrate.dataclass import replace
 from orchestrate.engines import check_cache
 from orchestrate.engines.choice import sdk
+from orchestrate.errors import OrchestrateError
 from orchestrate.spec.spec import JobSpec
 
 if TYPE_CHECKING:
@@ -56,6 +57,16 @@ def examine(spec: JobSpec, job: bool = False, as_json: bool = False) -> int:
 
 
 def _findings(spec: JobSpec, job: bool) -> Iterator[Finding]:
+    """Yield what the checks find; one that cannot be completed is an error, too."""
+    from orchestrate.doctor.findings import BAD, Finding
+
+    try:
+        yield from _of_engine(spec, job)
+    except OrchestrateError as error:
+        yield Finding(BAD, str(error), error.hint, error.exit_code)
+
+
+def _of_engine(spec: JobSpec, job: bool) -> Iterator[Finding]:
     """Yield what the checks of the job's engine find, and unless something is wrong with it, what a job finds."""
     if spec.engine == "process":
         from orchestrate.doctor import findings, machine, trial

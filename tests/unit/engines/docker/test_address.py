@@ -98,7 +98,7 @@ def assert_all_commands_refuse(capsys, message: str) -> None:
     for command in ("run", "up", "plan"):
         assert main([command, *(["--", "-m", "app.train"] if command != "up" else [])]) == 3
         out, err = capsys.readouterr()
-        error, hint, *_ = err.splitlines()
+        error, hint = err.splitlines()
         assert message in error and not out
         assert hint.startswith("hint: ") and hint.count("--engine process") == 1
 
