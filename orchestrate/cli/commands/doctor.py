@@ -5,20 +5,17 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from orchestrate import console, errors
 from orchestrate.cli import options, request, signals
 from orchestrate.cli.parser import Parser
 from orchestrate.console import out
 from orchestrate.dataclass import replace
+from orchestrate.doctor.findings import BAD, GOOD, Finding
 from orchestrate.engines import check_cache
 from orchestrate.engines.choice import sdk
 from orchestrate.errors import OrchestrateError
 from orchestrate.spec.spec import JobSpec
-
-if TYPE_CHECKING:
-    from orchestrate.doctor.findings import Finding
 
 
 def add_arguments(parser: Parser) -> None:
@@ -39,41 +36,34 @@ def run(args: argparse.Namespace) -> int:
 
 def examine(spec: JobSpec, job: bool = False, as_json: bool = False) -> int:
     """Print problems that keep a job from running, with `job` also those of a real one; return the exit code."""
-    from orchestrate.doctor import findings  # only here: its XML parser takes milliseconds to import
-
     check_cache.forget()  # what keeps GPUs from being used may have been fixed
-    found = []
-    for finding in _findings(spec, job):
-        finding = replace(finding, hint=finding.hint.replace(f"{console.MODULE} ", f"{console.called()} "))
-        found.append(finding)
+    found: list[Finding] = []
+    try:
+        for finding in _findings(spec, job):
+            finding = replace(finding, hint=finding.hint.replace(f"{console.MODULE} ", f"{console.called()} "))
+            found.append(finding)
+            if not as_json:
+                out(f"{finding.state:<7}  {finding.what}")
+                if finding.hint:
+                    out(f"         hint: {finding.hint}")
+            console.flush()
+    except OrchestrateError as error:
         if not as_json:
-            out(f"{finding.state:<7}  {finding.what}")
-            if finding.hint:
-                out(f"         hint: {finding.hint}")
-        console.flush()
+            raise
+        found.append(Finding(BAD, str(error), error.hint, error.exit_code))
     if as_json:
         out(json.dumps([{"state": one.state, "what": one.what, "hint": one.hint} for one in found], indent=2))
-    return next((one.code for one in found if one.state == findings.BAD), errors.SUCCEEDED)
+    return next((one.code for one in found if one.state == BAD), errors.SUCCEEDED)
 
 
 def _findings(spec: JobSpec, job: bool) -> Iterator[Finding]:
-    """Yield what the checks find; one that cannot be completed is an error, too."""
-    from orchestrate.doctor.findings import BAD, Finding
-
-    try:
-        yield from _of_engine(spec, job)
-    except OrchestrateError as error:
-        yield Finding(BAD, str(error), error.hint, error.exit_code)
-
-
-def _of_engine(spec: JobSpec, job: bool) -> Iterator[Finding]:
     """Yield what the checks of the job's engine find, and unless something is wrong with it, what a job finds."""
     if spec.engine == "process":
-        from orchestrate.doctor import findings, machine, trial
+        from orchestrate.doctor import machine, trial  # only here: they take time to import
 
         found = [*machine.local()]
         yield from found
-        if job and found[0].state == findings.GOOD:
+        if job and found[0].state == GOOD:
             yield from trial.trial(spec)
         return
     if spec.engine == "slurm":
