@@ -19,11 +19,21 @@ from benchmarks.__main__ import NAMES, ON_DOCKER, ON_GPUS
 from benchmarks.starts import ROOT
 
 REASONS = {
+    "cold-start": "each way imports torch four times on two cores, which takes most of the time. Besides, orchestrate "
+    "copies the code folder, this repository with its 800 files, and puts a packet filter into each node before a "
+    "worker starts.",
+    "warm-start": "half a second of it is the copy of this repository, in which 800 files are created: that takes half "
+    "a millisecond for each on this disk. The other half is the command's own Python, such as imports and the report, "
+    "and the job itself.",
+    "restart": "workers start again within a tenth of a second; what follows is their process group, DDP's first step "
+    "and the step that is counted, in four processes on two cores.",
     "node-loss": "besides the start and the import, the other workers are stopped first, and DDP takes its first "
     "steps: together half a second or more on two busy cores.",
     "steady-state": "a step of 5 ms mostly waits for the other worker's 1 MB, which the kernel takes about 0.4 ms "
-    "longer to send through two virtual interfaces and a bridge; `network: host` avoids them.",
-    "many-nodes": "Compose creates the nodes and takes nearly twice as long as raw API calls; orchestrate adds little.",
+    "longer to send through two virtual interfaces and a bridge; `network: host` avoids them. Steps of 60 ms differ "
+    "by less than their spread from run to run.",
+    "many-nodes": "Compose creates the nodes and takes nearly twice as long as raw API calls; a node counts as up only "
+    "once its process responds, what it has mounted is checked, and its network has a packet filter.",
     "checkpoint": "besides `torch.save` and its fsync, a save syncs two more files and two folders, and removes an old "
     "checkpoint. This training keeps both cores busy: hashing and writing 256 MB occupies one of them for a while, "
     "and every step on the other waits for it; a lower priority of the writer only made that longer.",

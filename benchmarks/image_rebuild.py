@@ -19,7 +19,7 @@ def measure(runs: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder, "project")
         copy.mkdir()
-        for name in ("Dockerfile", "docker-compose.yml"):
+        for name in ("Dockerfile", "docker-compose.yml", "requirements.lock"):
             shutil.copy(ROOT / name, copy)
         for name in ("app", "orchestrate"):
             shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
