@@ -34,8 +34,8 @@ REASONS = {
     "by less than their spread from run to run.",
     "many-nodes": "Compose creates the nodes and takes nearly twice as long as raw API calls; a node counts as up only "
     "once its process responds, what it has mounted is checked, and its network has a packet filter.",
-    "commands": "`ps` asks the engine for running jobs, through Docker's SDK, whose import takes a tenth of a second or "
-    "more; `logs` parses the job file and the plan, for masks and names.",
+    "commands": "`ps` asks the engine for running jobs, through Docker's SDK, whose import takes a tenth of a second "
+    "or more; `logs` parses the job file and the plan, for masks and names.",
     "image-rebuild": "Compose and BuildKit take most of it, also without a change.",
     "checkpoint": "besides `torch.save` and its fsync, a save syncs two more files and two folders, and removes an old "
     "checkpoint. This training keeps both cores busy: hashing and writing 256 MB occupies one of them for a while, "

@@ -148,7 +148,8 @@ def test_a_current_folder_named_in_pythonpath_must_be_kept(cli, path):
             module.unlink()
     named = path.format(root=ROOT, here=cli.folder).replace(":", os.pathsep)
     env = cli.env | {"PYTHONPATH": named, "DOCKER_HOST": "unix:///nowhere.sock"}
-    subprocess.run([sys.executable, "-m", "orchestrate", "doctor", "--quick"], cwd=cli.folder, env=env, capture_output=True)
+    command = [sys.executable, "-m", "orchestrate", "doctor", "--quick"]
+    subprocess.run(command, cwd=cli.folder, env=env, capture_output=True)
     assert "simplejson" in mark.read_text()
 
 
