@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 from orchestrate.console import print_message
 from orchestrate.doctor import engine
 from orchestrate.doctor.findings import BAD, GOOD, WARNING, Finding
-from orchestrate.doctor.machine import gpus, local
+from orchestrate.doctor.machine import gpus, local, torch_version
 from orchestrate.doctor.trial import trial
 from orchestrate.engines.docker import toolkit
 from orchestrate.engines.docker.client import Daemon
@@ -50,10 +50,9 @@ def doctor(spec: JobSpec, job: bool = False) -> Iterator[Finding]:
     try:
         daemon = Daemon()
     except OrchestrateError as error:
-        found = [*local()]
-        usable = spec.engine == "auto" and found[0].state == GOOD  # local processes are the fallback
+        usable = spec.engine == "auto" and bool(torch_version())  # local processes are the fallback
         yield Finding(WARNING if usable else BAD, str(error), error.hint, error.exit_code)
-        yield from found
+        yield from local()
         if job and usable:
             yield from trial(spec)
         return

@@ -20,11 +20,19 @@ LITTLE_SHARED_MEMORY = 1 << 30  # bytes: what nodes in containers get by default
 ETHERNET = 1500  # bytes
 
 
+def torch_version() -> str:
+    """Return the version of torch that local processes find; empty if there is none."""
+    try:
+        return metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        return ""
+
+
 def local() -> Iterator[Finding]:
     """Check whether local processes find torch and can use the GPUs of this machine."""
-    try:
-        yield Finding(GOOD, f"local processes: torch {metadata.version('torch')} in {sys.executable}")
-    except metadata.PackageNotFoundError:
+    if version := torch_version():
+        yield Finding(GOOD, f"local processes: torch {version} in {sys.executable}")
+    else:
         hint = f"{sys.executable} -m pip install torch"
         yield Finding(WARNING, f"local processes: torch is not installed in {sys.executable}", hint)
     yield from disk(Path.cwd(), "this folder")

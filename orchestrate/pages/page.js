@@ -2,13 +2,19 @@
 const closest = (points, x) => points.reduce((best, point, i) => Math.abs(point[0] - x) < Math.abs(points[best][0] - x) ? i : best, 0);
 const text = value => Math.abs(value) >= 1000 && Number.isInteger(value) ? value.toLocaleString("en") : String(+value.toPrecision(4));
 
-// The curves of a figure that are visible: each with its label, values, and the points of its path.
-const curvesOf = figure => JSON.parse(figure.dataset.curves).map((curve, i) => {
+// The curves of a figure: each with its label, values, and the points of its path. They are read once.
+const known = new WeakMap();
+const read = figure => JSON.parse(figure.dataset.curves).map((curve, i) => {
   const path = figure.querySelectorAll(".series path.line")[i];
   const numbers = path ? path.getAttribute("d").match(/-?[\d.]+(?:e[-+]?\d+)?/g).map(Number) : [];
   const drawn = curve.points.map((_, at) => [numbers[2 * at], numbers[2 * at + 1]]);
   return { ...curve, path, drawn };
-}).filter(curve => curve.path && curve.path.parentNode.style.display !== "none");
+}).filter(curve => curve.path);
+// Those that are visible.
+const curvesOf = figure => {
+  if (!known.has(figure)) known.set(figure, read(figure));
+  return known.get(figure).filter(curve => curve.path.parentNode.style.display !== "none");
+};
 
 const at = (event, path) => new DOMPoint(event.clientX, event.clientY).matrixTransform(path.getScreenCTM().inverse()).x;
 

@@ -11,7 +11,7 @@ from orchestrate.cli import options, request, signals
 from orchestrate.cli.parser import Parser
 from orchestrate.console import out
 from orchestrate.dataclass import replace
-from orchestrate.doctor.findings import BAD, GOOD, Finding
+from orchestrate.doctor.findings import BAD, Finding
 from orchestrate.engines import check_cache
 from orchestrate.engines.choice import sdk
 from orchestrate.errors import OrchestrateError
@@ -61,9 +61,8 @@ def _findings(spec: JobSpec, job: bool) -> Iterator[Finding]:
     if spec.engine == "process":
         from orchestrate.doctor import machine, trial  # only here: they take time to import
 
-        found = [*machine.local()]
-        yield from found
-        if job and found[0].state == GOOD:
+        yield from machine.local()
+        if job and machine.torch_version():
             yield from trial.trial(spec)
         return
     if spec.engine == "slurm":
