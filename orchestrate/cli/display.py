@@ -54,7 +54,7 @@ class JsonScreen(TrackingScreen):
             return
         self.catch_up(bars())
         with self.lock:
-            found, left = self.view.lead.progress, seconds_left(self.view.lead)
+            found, left = self.view.lead.progress, seconds_left(self.view.lead, self.clock.monotonic())
         if found != self.printed and (found.step is not None or found.metrics):
             self.printed, self.due = found, self.clock.monotonic() + JSON_INTERVAL
             metrics = {name: value for name, value in found.metrics.items() if math.isfinite(value)}

@@ -20,7 +20,7 @@ from orchestrate.files.paths import LOGS, METRICS, log
 from orchestrate.host import records
 from orchestrate.node import checks
 from orchestrate.pages.curves import Curve, Progress, progress
-from orchestrate.pages.spans import ENDING, OTHER, RESTARTING, STARTING, STOPPED, WORKING, Moment, Span, moments, spans
+from orchestrate.pages.spans import LOST, OTHER, WORKING, Moment, Span, moments, spans
 from orchestrate.plan.plan import Plan, pluralize
 from orchestrate.record import run_dir
 from orchestrate.record.events import Event
@@ -38,12 +38,6 @@ LOG = re.compile(r"rank-([0-9]{1,7})\.log")
 MAX_RANKS = 8  # logs that are searched for metrics, if rank 0 has printed none
 MAX_LOG = 4 << 20  # first bytes of a log that are searched for metrics
 MAX_SECONDS = 2.0  # of CPU time for the logs of a job: a line of three bytes can take ten microseconds
-LOST = {
-    STARTING: "starting nodes and workers",
-    RESTARTING: "restarting",
-    ENDING: "ending: final copies, removal of the nodes",
-    STOPPED: "stopped, until it was resumed",
-}
 
 
 @dataclass(frozen=True)

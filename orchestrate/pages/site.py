@@ -77,7 +77,7 @@ def live(
         view=view,
         state=state,
         seconds=seconds,
-        status=status(view),
+        status=status(view, time.monotonic()),
         charts=charts.charts({name: {name: curve} for name, curve in curves.items()}, axis),
         ranks=sorted(worst_first(view.ranks, time.monotonic())[:MAX_RANKS], key=lambda rank: rank.number),
         events=events,

@@ -15,7 +15,15 @@ TROUBLES = (
     *(events.GenerationEnded, events.NodeInTrouble, events.NodesMissing, events.HangFound, events.WorkersLost),
     *(events.WorkersIsolated, events.GpusUnused, events.EngineLost, events.DiskFull, events.WarningIssued),
 )
-STARTING, WORKING, RESTARTING, ENDING, STOPPED = "starting", "working", "restarting", "ending", "stopped"
+STARTING, WORKING, HANGING, RESTARTING = "starting", "working", "hanging", "restarting"
+ENDING, STOPPED = "ending", "stopped"
+LOST = {
+    STARTING: "starting nodes and workers",
+    HANGING: "hanging, until it was found",
+    RESTARTING: "restarting",
+    ENDING: "ending: final copies, removal of the nodes",
+    STOPPED: "stopped, until it was resumed",
+}
 
 
 @dataclass(frozen=True)
@@ -74,9 +82,9 @@ def spans(found: Iterable[Event]) -> list[Span]:
     done: list[Span] = []
     now = Span(STARTING, 0.0, 0.0, 0)
 
-    def turn(kind: str, event: Event, why: str = "") -> None:
+    def turn(kind: str, at: float, why: str = "") -> None:
         nonlocal now
-        done.append(replace(now, end=max(now.begin, event.seconds), why=why))
+        done.append(replace(now, end=max(now.begin, at), why=why))
         now = Span(kind, done[-1].end, done[-1].end, now.generation)
 
     for event in found:
@@ -84,16 +92,18 @@ def spans(found: Iterable[Event]) -> list[Span]:
             case events.GenerationStarting():
                 now = replace(now, generation=event.generation)
             case events.WorkersStarted():
-                turn(WORKING, event)
+                turn(WORKING, event.seconds)
+            case events.HangFound() if now.kind == WORKING:
+                turn(HANGING, event.seconds - event.after)
             case events.GenerationEnded():
                 kind = RESTARTING if event.outcome == Outcome.FAILED else ENDING
-                turn(kind, event, event.cause.summary if event.cause else event.why)
+                turn(kind, event.seconds, event.cause.summary if event.cause else event.why)
             case events.OutcomeDecided() if now.kind != WORKING:
                 now = replace(now, kind=ENDING)
             case events.JobEnded():
-                turn(STOPPED, event)
+                turn(STOPPED, event.seconds)
             case events.JobResumed():
-                turn(STARTING, event)
+                turn(STARTING, event.seconds)
         now = replace(now, end=max(now.end, event.seconds))
     done += [now] if now.kind != STOPPED else []
     return [span for span in done if span.seconds > 0]

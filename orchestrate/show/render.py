@@ -39,7 +39,7 @@ def picture(view: View, now: float, width: int, height: int, keys: str = "") -> 
     """Draw a job on `width` columns, and at most half of `height` lines; `keys` describes what Ctrl-C does."""
     room = max(MIN_ROWS, height // 2 - 4 - len(view.events))
     parts: list[RenderableType] = [_head(view, now, width)]
-    if bar := _bar(view, width):
+    if bar := _bar(view, now, width):
         parts.append(bar)
     ranks = worst_first(view.ranks, now)
     shown = ranks if len(ranks) <= room else ranks[: room - 1]
@@ -70,14 +70,14 @@ def _head(view: View, now: float, width: int) -> Text:
     return text
 
 
-def _bar(view: View, width: int) -> RenderableType | None:
+def _bar(view: View, now: float, width: int) -> RenderableType | None:
     progress = view.lead.progress
     if progress.step is None:
         return None
     what = OF_EPOCH if progress.bar else ""
     if not progress.total:
         return Text(f"step {progress.step:,}{what}")
-    left = seconds_left(view.lead)
+    left = seconds_left(view.lead, now)
     row = Table.grid(padding=(0, 1))
     for _ in range(3):
         row.add_column(no_wrap=True, overflow="ellipsis")  # on a narrow terminal

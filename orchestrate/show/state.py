@@ -113,7 +113,7 @@ class Work:
 
     def stop(self, now: float) -> None:
         """All workers have ended."""
-        self.before += now - self.began if self.began is not None else 0.0
+        self.before += max(0.0, now - self.began) if self.began is not None else 0.0
         self.began = None
 
     def seconds(self, now: float) -> float:
@@ -158,6 +158,8 @@ class View:
                 self.saved = now - age
             case events.GenerationEnded():
                 self.work.stop(now - age)
+            case events.HangFound():
+                self.work.stop(now - age - event.after)
             case events.WorkersStarted():
                 self.work.start(now - age)
                 for rank in self.ranks.values():
@@ -245,25 +247,27 @@ def some_work(ranks: Mapping[int, Rank], now: float) -> bool:
     return any(rank.state == "running" and rank.idle(now) < IDLE for rank in ranks.values())
 
 
-def seconds_left(rank: Rank) -> float | None:
+def seconds_left(rank: Rank, now: float) -> float | None:
     """Return the seconds until a worker's last step, or the last one of an epoch, as it reports them or by its pace.
 
-    None if unknown.
+    None if unknown, and while it is idle.
     """
     progress = rank.progress
+    if rank.idle(now) >= IDLE:
+        return None
     if progress.seconds_left is None and progress.step is not None and progress.total and rank.pace:
         return (progress.total - progress.step) * rank.pace
     return progress.seconds_left
 
 
-def status(view: View) -> str:
+def status(view: View, now: float) -> str:
     """Return the progress of a job in one line: steps, time left, metrics; empty if nothing is known."""
     lead = view.lead
     progress, parts = lead.progress, []
     if progress.step is not None:
         done = f" of {progress.total:,} ({100 * (progress.fraction or 0):.0f}%)" if progress.total else ""
         parts.append(f"step {progress.step:,}{done}")
-        if (left := seconds_left(lead)) is not None:
+        if (left := seconds_left(lead, now)) is not None:
             parts.append(f"{clock(left)} left")
         parts[-1] += OF_EPOCH if progress.bar else ""
     metrics = lead.progress.metrics or (view.ranks[0].progress.metrics if 0 in view.ranks else {})

@@ -99,7 +99,7 @@ class PlainScreen(TrackingScreen):
             return
         self.due = self.clock.monotonic() + STATUS_INTERVAL
         with self.lock:
-            text = status(self.view)
+            text = status(self.view, self.clock.monotonic())
         if text and text != self.printed:
             self.printed = text
             print_message(f"{self.view.job_id}: {text}")

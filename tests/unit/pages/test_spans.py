@@ -66,6 +66,13 @@ def test_the_time_of_a_job_must_be_divided_without_gaps():
     ]
 
 
+def test_a_hang_must_begin_when_the_job_became_inactive():
+    events = [*FIRST[:3], HangFound({}, after=4.0, seconds=9.0), ended(Outcome.FAILED, 10.0)]
+    assert summary(events)[1:] == [("working", 3.0, 5.0, 0, ""), ("hanging", 5.0, 10.0, 0, "rank 1 failed")]
+    events[3] = HangFound({}, after=60.0, seconds=9.0)
+    assert summary(events)[1:] == [("hanging", 3.0, 10.0, 0, "rank 1 failed")]
+
+
 def test_the_time_of_a_job_that_still_runs_must_be_divided_too():
     events = [*FIRST, *SECOND, NodeInTrouble("n", "paused", seconds=15.0)]
     assert summary(events)[-1] == ("working", 12.0, 15.0, 1, "")

@@ -49,35 +49,35 @@ def test_a_pace_must_count_neither_lines_that_are_read_together_nor_steps_that_g
 def test_a_line_must_change_only_what_it_reports_and_a_step_without_a_total_must_end_the_old_one(view):
     view.hear(0, said(BAR), 4.0)
     view.hear(0, said("loss 0.5"), 5.0)
-    assert status(view) == "step 135 of 270 (50%), 1:02 left, loss 0.5"
+    assert status(view, 0.0) == "step 135 of 270 (50%), 1:02 left, loss 0.5"
     view.hear(0, said("step 9, lr 0.1"), 6.0)
-    assert status(view) == "step 9, loss 0.5, lr 0.1" and view.ranks[0].progress.step_seconds == 2.0
+    assert status(view, 0.0) == "step 9, loss 0.5, lr 0.1" and view.ranks[0].progress.step_seconds == 2.0
     view.hear(0, said("step 0/90"), 7.0)
-    assert status(view).startswith("step 0 of 90 (0%), ")
+    assert status(view, 0.0).startswith("step 0 of 90 (0%), ")
 
 
 def test_of_a_bar_that_starts_again_nothing_must_be_concluded_for_the_job(view):
     bar = "|  | {} [00:01<00:02, 1.00it/s, loss={}]"
     for step, shown in (("4/10", "step 4 of 10 (40%), 2 s left"), ("2/3", "step 2 of 3 (67%), 2 s left")):
         view.hear(0, said(bar.format(step, 0.5)), 4.0)
-        assert status(view) == f"{shown}, loss 0.5"  # the second is that of an evaluation
+        assert status(view, 0.0) == f"{shown}, loss 0.5"  # the second is that of an evaluation
     view.hear(0, said(bar.format("3/10", 0.25)), 5.0)
-    assert status(view) == "step 3 of 10 (30%), 2 s left in this epoch, loss 0.25"
+    assert status(view, 0.0) == "step 3 of 10 (30%), 2 s left in this epoch, loss 0.25"
     view.hear(0, said("Epoch 1: " + bar.format("1/7", 0.25)), 6.0)
-    assert status(view) == "step 1 of 7 (14%), 2 s left in this epoch, loss 0.25"
+    assert status(view, 0.0) == "step 1 of 7 (14%), 2 s left in this epoch, loss 0.25"
     view.measure({"step": 21, "total_steps": 90}, 7.0)
     view.hear(0, said(bar.format("4/10", 0.125)), 8.0)
-    assert status(view) == "step 21 of 90 (23%), 36 s left, loss 0.125"
+    assert status(view, 0.0) == "step 21 of 90 (23%), 36 s left, loss 0.125"
 
 
 def test_the_time_left_must_follow_from_the_pace_unless_the_script_reports_it(view):
     for step in (10, 20):
         view.measure({"step": step, "total_steps": 50}, float(step))
-    assert status(view) == "step 20 of 50 (40%), 30 s left"
+    assert status(view, 0.0) == "step 20 of 50 (40%), 30 s left"
     view.measure({"step": 30}, 40.0)
-    assert status(view) == "step 30 of 50 (60%), 30 s left"
+    assert status(view, 0.0) == "step 30 of 50 (60%), 30 s left"
     view.hear(0, said("| 30/50 [00:04<00:00,  2.00s/it]"), 50.0)
-    assert status(view) == "step 30 of 50 (60%), 0 s left"
+    assert status(view, 0.0) == "step 30 of 50 (60%), 0 s left"
 
 
 def test_goodput_must_count_from_when_events_happened_since_the_job_was_resumed(view):
@@ -118,14 +118,14 @@ def test_metrics_in_metrics_jsonl_must_be_preferred_for_rank_0_only(view):
 
 def test_the_progress_of_a_job_must_be_that_of_the_first_worker_that_still_runs(view):
     view.hear(0, said("loss 0.5"), 4.0)
-    assert status(view) == "loss 0.5"  # of rank 0, whichever leads
+    assert status(view, 0.0) == "loss 0.5"  # of rank 0, whichever leads
     for rank in (1, 2):
         view.hear(rank, said(f"step {rank - 1}"), 4.0)
-    assert status(view) == "step 0, loss 0.5"
+    assert status(view, 0.0) == "step 0, loss 0.5"
     view.event(events.WorkerEnded(1, "trainer-1", 0, False), 5.0)
-    assert status(view) == "step 1, loss 0.5"
+    assert status(view, 0.0) == "step 1, loss 0.5"
     view.event(events.WorkerEnded(2, "trainer-2", 0, False), 5.0)
-    assert status(view) == "step 0, loss 0.5"
+    assert status(view, 0.0) == "step 0, loss 0.5"
 
 
 def test_workers_that_failed_must_come_first_then_those_that_others_wait_for_then_those_behind():
@@ -168,3 +168,18 @@ def test_events_must_be_shown_without_control_characters(view):
     """As a refusal of a node in a hostile image may have them."""
     view.event(events.WarningIssued("master: a\x1b]0;title\x07\x1b[2Kb\u202e"), 4.0)
     assert view.events[-1][1].endswith("master: ab")
+
+
+def test_no_time_must_be_left_of_a_job_that_does_nothing(view):
+    view.measure({"step": 10, "total_steps": 50}, 10.0)
+    view.measure({"step": 20, "total_steps": 50}, 20.0)
+    assert status(view, 24.0).endswith("30 s left") and status(view, 25.0) == "step 20 of 50 (40%)"
+
+
+def test_the_time_of_a_hang_must_not_count_as_goodput(view):
+    view.event(events.HangFound({}, after=10.0), 20.0, age=1.0)
+    view.event(events.GenerationEnded(generation=0, outcome=Outcome.FAILED, why=""), 24.0)
+    assert view.work.seconds(30.0) == 6.0
+    view.event(events.WorkersStarted(), 30.0)
+    view.event(events.HangFound({}, after=90.0), 35.0)
+    assert view.work.seconds(40.0) == 6.0

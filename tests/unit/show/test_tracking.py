@@ -47,14 +47,16 @@ def test_only_workers_of_the_generation_that_runs_may_be_shown(screen, now):
     screen.heard(0, [])
     assert screen.view.ranks[0].heard == now.monotonic()
     screen.activity({0: Activity("R", 1.0, 7), 2: Activity("R", 1.0, 7)})
-    assert {number: rank.memory for number, rank in screen.view.ranks.items()} == {0: 7} and not status(screen.view)
+    assert {number: rank.memory for number, rank in screen.view.ranks.items()} == {0: 7} and not status(
+        screen.view, 0.0
+    )
 
 
 def test_metrics_in_several_lines_must_be_shown_together_without_secrets_in_their_names(screen, paths):
     rows = '{"step": 5, "loss": 0.5}\n{"step": 5, "acc": 0.25, "hunter2": 1}\n{"step": 9, "total_steps": 20}\n'
     (paths.shared / "metrics.jsonl").write_text(rows)
     screen.catch_up({})
-    assert status(screen.view) == "step 9 of 20 (45%), loss 0.5, acc 0.25" and screen.view.work.steps.done == 5
+    assert status(screen.view, 0.0) == "step 9 of 20 (45%), loss 0.5, acc 0.25" and screen.view.work.steps.done == 5
 
 
 @pytest.mark.parametrize(("rows", "bars"), [('{"loss": 1}\n', {}), ("", {0: parse(BAR)})])
