@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import takewhile
 
 from orchestrate.dataclass import dataclass
 
@@ -39,8 +40,17 @@ def position(dump: str) -> Position | None:
         return None
     own = [frame for frame in frames if not _LIBRARY.search(frame[0])] or frames
     file, line, function = own[0]
-    waits = any(part in frame[0] for frame in frames[:NEAR] for part in WAITING)
-    return Position(f"{file}:{line} in {function}", frames[0][2], waits, own is not frames)
+    return Position(f"{file}:{line} in {function}", frames[0][2], _waits(frames), own is not frames)
+
+
+def _waits(frames: Sequence[tuple[str, str, str]]) -> bool:
+    """Whether the innermost frames, before any of the user's code, are of code in which a rank waits for others."""
+    inner = takewhile(lambda file: _LIBRARY.search(file) or _waits_in(file), [file for file, _, _ in frames[:NEAR]])
+    return any(map(_waits_in, inner))
+
+
+def _waits_in(file: str) -> bool:
+    return any(part in file for part in WAITING)
 
 
 def processes(text: str) -> tuple[str, list[str]]:
@@ -69,7 +79,6 @@ def grouped(stacks: Mapping[int, str]) -> list[tuple[list[int], str]]:
         groups.setdefault(stack, []).append(rank)
 
     def order(group: tuple[list[int], str]) -> tuple[int, bool, int]:
-        waits = any(part in line for line in group[1].splitlines()[:NEAR] for part in WAITING)
-        return len(group[0]), waits, group[0][0]
+        return len(group[0]), _waits(_FRAME.findall(group[1])), group[0][0]
 
     return sorted(((ranks, stack) for stack, ranks in groups.items()), key=order)

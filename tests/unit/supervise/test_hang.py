@@ -58,9 +58,17 @@ def test_a_worker_whose_stack_has_no_user_code_must_be_located_at_the_top_frame(
     )
 
 
-@pytest.mark.parametrize(("between", "waits"), [(0, True), (6, True), (20, False)])
-def test_only_frames_near_the_top_of_the_stack_must_count_as_a_collective(between, waits):
-    frames = [("/workspace/hook.py", number, "hook") for number in range(between)]
+@pytest.mark.parametrize(
+    ("file", "between", "waits"),
+    [
+        ("", 0, True),
+        ("/usr/lib/python3/threading.py", 6, True),
+        ("/usr/lib/python3/threading.py", 20, False),
+        ("/workspace/model.py", 1, False),  # a module that torch calls
+    ],
+)
+def test_only_frames_near_the_top_and_before_the_users_code_must_count_as_a_collective(file, between, waits):
+    frames = [(file, number, "wait") for number in range(between)]
     found = parse_position(dumped(thread(*frames, REDUCE, MAIN)))
     assert found and found.waits is waits
 
