@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ PHASES, OUTCOMES = ("setup", "call", "teardown"), ("passed", "failed", "skipped"
 MAX_WARNINGS = 100  # of a test on one rank
 MAX_DEPTH = 50  # of lists and dictionaries in a result; a worker of xdist sends it on
 MAX_TEXT = 200  # characters that are shown of another rank's error
+ADDRESS = re.compile(r" ?(?:\[[0-9a-f.:]+\]|(?:[0-9]+\.){3}[0-9]+):[0-9]+")  # of a peer, which differs among ranks
 UNEXPECTED = "[XPASS(strict)]"
 
 
@@ -157,7 +159,7 @@ def _outcome(ran: Ran) -> str:
 def _message(report: pytest.TestReport) -> str:
     crash = getattr(report.longrepr, "reprcrash", None)
     text = crash.message if crash else str(report.longrepr)
-    return (text.strip().splitlines() or [""])[0][:MAX_TEXT]
+    return ADDRESS.sub("", (text.strip().splitlines() or [""])[0])[:MAX_TEXT]
 
 
 def places(ranks: list[int], stacks: Mapping[int, str]) -> dict[int, str]:

@@ -22,6 +22,7 @@ from orchestrate.testing import reports
 from orchestrate.testing.world import DEFAULTS, Broken, World, inside, path_below
 
 TIMEOUT = 300.0  # seconds
+SETUP = " in pytest_runtest_setup\n"  # in the stack of a rank that runs a fixture
 MARGIN = 5.0  # seconds that are left to pytest-timeout: it would end the whole session
 # Plug-ins that do in this process what they should do once, and not on every rank.
 BLOCKED = (
@@ -132,7 +133,8 @@ class Worlds:
         what = ended or gone or f"{reports.named(missing)} did not end within {limit:g} s"
         waiting = [rank for rank in missing if rank in stacks or not (ended or rank in left)]
         parts = what, reports.stacks(stacks, waiting), reports.outcomes(ran)
-        return reports.unfinished(item, "\n".join(filter(None, parts)))
+        in_setup = waiting and all(SETUP in stacks.get(rank, "") for rank in waiting)
+        return reports.unfinished(item, "\n".join(filter(None, parts)), "setup" if in_setup else "call")
 
     def _read(self, data: Any) -> reports.Ran:
         load = self.config.hook.pytest_report_from_serializable

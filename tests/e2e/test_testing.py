@@ -92,6 +92,14 @@ def test_hangs(rank):
         time.sleep(1000)
     time.sleep(1000)
 
+@pytest.fixture
+def waits(rank):
+    time.sleep(1000)
+
+@pytest.mark.nodes(2, timeout=2)
+def test_hangs_in_a_fixture(waits):
+    pass
+
 @pytest.mark.nodes(2)
 def test_subtests(rank, subtests):
     for number in range(3):
@@ -188,12 +196,12 @@ def test_each_test_must_have_one_result(whole):
         "subtests",
         "unit",
     }
-    errors = {"fixture", "marker", "timeout", "typo", "settings", "without_marker"}
+    errors = {"hangs_in_a_fixture", "fixture", "marker", "timeout", "typo", "settings", "without_marker"}
     passed = {"environment[1]", "environment[2]", "here", "workers", "after"}
     expected = {name: ["failure"] for name in failed} | {name: ["error"] for name in errors}
     expected |= {name: list[str]() for name in passed} | {"skipped": ["skipped"], "expected": ["skipped"]}
     assert results == {f"test_{name}": ended for name, ended in expected.items()}
-    assert re.search(r"9 failed, 6 passed, 1 skipped, 1 xfailed, 6 errors in ", out)
+    assert re.search(r"9 failed, 6 passed, 1 skipped, 1 xfailed, 7 errors in ", out)
 
 
 def test_ranks_must_keep_fixtures_between_tests_and_end_them(whole):
@@ -226,6 +234,7 @@ def test_what_ranks_do_that_do_not_end_a_test_must_be_shown(whole):
     assert hangs[0] == "ranks 0, 1 did not end within 5 s"
     assert re.fullmatch(r"rank 0 is not where the others are, but at test_it.py:\d+ in test_hangs; .*", hangs[1])
     assert len([line for line in hangs if "in test_hangs" in line]) == 3
+    assert re.search(r"File \"test_it.py\", line \d+ in waits$", section(whole[0], "test_hangs_in_a_fixture"), re.M)
 
 
 def test_wrong_markers_must_be_refused_with_the_next_step(whole):

@@ -126,6 +126,15 @@ def test_the_name_and_place_of_a_test_must_not_be_what_a_rank_says(request):
     assert {*report.keywords} == {*request.node.keywords}
 
 
+@pytest.mark.parametrize("address", ["127.0.0.1:{}", "[127.0.0.1]:{}", "[fe80::1]:{}"])
+def test_ranks_with_the_same_error_must_be_one_group_whatever_the_addresses_of_their_peers(address):
+    texts = {rank: f"RuntimeError: closed by peer {address.format(40000 + rank)}" for rank in range(3)}
+    ran = {
+        rank: reports.read(GOOD | {"reports": [REPORT | {"longrepr": text}]}, loaded) for rank, text in texts.items()
+    }
+    assert reports.outcomes(ran) == "ranks 0, 1, 2: failed: RuntimeError: closed by peer"
+
+
 def test_what_xdist_could_not_send_on_must_be_replaced_or_refused():
     odd = {"user_properties": [["a\ud800", {"b\ud800": "c\ud800"}]], "d\ud800": 1}
     report = reports.read(GOOD | {"reports": [REPORT | odd]}, loaded).reports["call"]
