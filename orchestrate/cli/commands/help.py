@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import os
 import pydoc
+import re
+import shutil
 import sys
 
 from orchestrate import console, errors
@@ -13,10 +16,13 @@ from orchestrate.cli.table import COMMANDS
 from orchestrate.errors import UsageError
 from orchestrate.files.paths import PROJECT
 
+COMMENT = re.compile(r"<!--.*?-->\n?", re.S)
+MAX_WIDTH = 100  # columns that are easy to read
+
 
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of `help`."""
-    text = "a command, a key of the job file, or a page; without it, list them"
+    text = "a command, a key of the job file, or a page (PAGE.md if a command has its name); without it, list them"
     parser.add_argument("topic", nargs="?", metavar="TOPIC", help=text)
     parser.add_argument("target", nargs="?", choices=[*EXPORTS], help="the target of an export")
 
@@ -35,6 +41,8 @@ def run(args: argparse.Namespace) -> int:
     elif args.topic in COMMANDS:
         shown = options.parser(args.topic).subparser(args.topic)
         (shown.subparser(args.target) if args.target and args.topic == "export" else shown).print_help()
+        if args.topic in topics():
+            console.out(f"\nmore: {console.called()} help {args.topic}.md")
     else:
         _show(_page(args.topic))
     return errors.SUCCEEDED
@@ -44,6 +52,7 @@ def _page(topic: str) -> str:
     """Return a page, or the description of a key; raises UsageError if there is neither."""
     from orchestrate.spec.spec import FIELDS, description
 
+    topic = topic.partition("#")[0].removesuffix(".md")  # as in a link
     key = "trainers" if topic == "nodes" else topic.replace("-", "_")
     about = f"{key}: {description(key)}\n" if key in FIELDS else ""
     if topic in topics():
@@ -55,8 +64,16 @@ def _page(topic: str) -> str:
 
 
 def _show(text: str) -> None:
-    """Print text, on a terminal with the user's pager."""
-    if sys.stdout and sys.stdout.isatty():
-        pydoc.pager(text)
-    else:
-        console.out(text.removesuffix("\n"))
+    """Print Markdown; on a terminal formatted, with the user's pager."""
+    if not (sys.stdout and sys.stdout.isatty()):
+        return console.out(text.removesuffix("\n"))
+    from rich.console import Console
+    from rich.markdown import Markdown
+    from rich.theme import Theme
+
+    os.environ.setdefault("LESS", "-FRX")  # as git does: formatted text, and none of the keys for one screen
+    width = min(MAX_WIDTH, shutil.get_terminal_size().columns)
+    screen = Console(width=width, theme=Theme({"markdown.code": "bold cyan"}))  # without a background
+    with screen.capture() as formatted:
+        screen.print(Markdown(COMMENT.sub("", text), code_theme="ansi_dark", hyperlinks=False))
+    pydoc.pager(formatted.get())

@@ -19,7 +19,7 @@ MAX_METRICS = 3  # shown for a job
 
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of `ps`."""
-    parser.add_argument("-a", "--all", action="store_true", help="list also the jobs that have ended")
+    parser.add_argument("-a", "--all", action="store_true", help="also list the jobs in --runs that have ended")
     parser.add_argument("--json", action="store_true", help="print a list of objects as JSON")
     options.add_runs(parser)
 

@@ -1,8 +1,12 @@
 """The help, the version and the exit codes that it lists."""
 
+import contextlib
+import os
+import pty
 import re
 
 import pytest
+from support.commanded import terminal_text
 
 from orchestrate import __version__, errors
 from orchestrate.cli import result
@@ -83,6 +87,25 @@ def test_the_help_must_fit_on_a_screen_and_begin_with_the_usual_commands(capsys)
 def test_help_must_show_a_command_a_page_or_a_key(capsys, topic, text):
     assert main(["help", topic]) == 0
     assert capsys.readouterr().out.startswith(text)
+
+
+@pytest.mark.parametrize("topic", ["export.md", "export.md#formats", "restarts.md"])
+def test_a_page_must_be_found_by_its_file_also_if_a_command_has_its_name(capsys, topic):
+    assert main(["help", topic]) == 0
+    assert capsys.readouterr().out.startswith("# ")
+
+
+def test_the_help_of_a_command_must_name_the_page_with_its_name(capsys):
+    assert main(["help", "export"]) == 0
+    assert capsys.readouterr().out.endswith("\nmore: python -m orchestrate help export.md\n")
+
+
+def test_help_on_a_terminal_must_be_formatted():
+    leader, follower = pty.openpty()
+    with os.fdopen(follower, "w") as tty, contextlib.redirect_stdout(tty):
+        assert main(["help", "debugging"]) == 0
+    text = terminal_text(leader)
+    assert "\x1b[" in text and "A slow run" in text and not re.search("^##|<!--|```", text, re.M)
 
 
 def test_help_without_a_topic_must_list_commands_and_pages(capsys):
