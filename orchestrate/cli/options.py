@@ -169,6 +169,11 @@ def add_job_options(command: argparse.ArgumentParser) -> None:
     )
 
 
+def add_detach(parser: Parser) -> None:
+    """Add the option of commands that start a job."""
+    parser.add_argument("--detach", action="store_true", help="run in the background, and print the run directory")
+
+
 def add_stdout_options(command: argparse.ArgumentParser) -> None:
     """Add the options that replace worker output on stdout; worker output then goes to stderr."""
     group = command.add_mutually_exclusive_group()

@@ -10,11 +10,12 @@ import stat
 from typing import Any
 
 from orchestrate import errors
-from orchestrate.console import print_message, stream
+from orchestrate.console import out, print_message, stream
 from orchestrate.errors import UsageError
 from orchestrate.files.folder import write_whole
 from orchestrate.host import writable
 from orchestrate.record.outcomes import Outcome
+from orchestrate.record.paths import JobPaths
 from orchestrate.record.report import text
 from orchestrate.supervise.context import BY_MAX_RUN
 
@@ -63,3 +64,11 @@ def show(args: argparse.Namespace, name: str, data: dict[str, Any]) -> int:
     if args.json:
         stream(json.dumps({"run_directory": str(args.shown / name), **data}, indent=2))
     return exit_code(data)
+
+
+def detached(args: argparse.Namespace, paths: JobPaths) -> int:
+    """Print the run directory of a job whose supervisor runs in the background; return the exit code."""
+    run = args.shown / paths.root.name
+    print_message(f"hint: python -m orchestrate attach {run.name} follows it; supervisor log: {run / 'supervisor.log'}")
+    out(run)
+    return errors.SUCCEEDED

@@ -17,7 +17,7 @@ from orchestrate.host import private, records
 from orchestrate.host.gpus import Gpu
 
 FOLDER = "checks"
-AGAIN = "; after python -m orchestrate doctor, the next job tests that again"
+AGAIN = " (a cached result, which python -m orchestrate doctor removes)"
 WELL = ("works", "no torch")
 # Why torch cannot use a GPU until the image or the driver changes; others, such as a GPU that is busy, may pass.
 LASTING = re.compile(

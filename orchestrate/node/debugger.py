@@ -24,6 +24,7 @@ ATTACH = 47  # a real-time signal, as in zygote.py
 ZYGOTE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "zygote.py")  # its frames are not the script's
 POLL = 0.2  # seconds between two looks for a debugger
 NATIVE_AFTER = 2.0  # seconds without an answer after which a worker is probably not in Python code
+LIMITS = "time limit (NCCL: 10 minutes, gloo: 30)"
 PEER = struct.Struct("iii")  # struct ucred of unix(7): process, user, group
 
 
@@ -163,6 +164,9 @@ def main(job: str, rank: str) -> str:
     path = path_of(pid)
     if listens(path):
         return f"rank {rank} is being debugged"
+    if os.environ.get("WORLD_SIZE") != "1":
+        say(f"rank {rank} stops; the others wait for it in their collectives, which fail after their {LIMITS}")
+    say("q or Ctrl-D leaves the debugger, and the worker goes on")
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
     with socket.socket(socket.AF_UNIX) as listener:

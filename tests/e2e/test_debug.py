@@ -185,6 +185,7 @@ def test_a_rank_that_cannot_be_debugged_must_be_named(cli):
     done = cli("debug", "--rank", "0")
     assert done.returncode == 1
     assert "rank 0 cannot be debugged: it has not started, or is not a script that was started warm\n" in done.stderr
+    assert "Ctrl-D" not in done.stderr
     assert (cli("debug", "--rank", "7").returncode, "there is no rank 7" in cli("debug", "--rank", "7").stderr) == (
         2,
         True,

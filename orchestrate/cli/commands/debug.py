@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from orchestrate import console
 from orchestrate.cli import find, options
 from orchestrate.cli.commands import exec as execution
 from orchestrate.cli.parser import Parser
@@ -27,18 +26,6 @@ def run(args: argparse.Namespace) -> int:
     _, plan = run_dir.load(paths)
     folder = Path(container.PROGRAM) if plan.contained else Path(PACKAGE, "node")
     command = [plan.placement.python, "-I", str(folder / "debugger.py"), plan.job_id, str(args.rank)]
-    if not run_dir.ended(paths) and args.rank in range(len(plan.workers)):  # else `beside` reports it
-        _explain(args.rank, alone=len(plan.workers) == 1)
     args.node = None
     with debugging.held(paths):  # without a terminal in a container, which would outlive this one
         return execution.beside(args, command, terminal=False)
-
-
-def _explain(rank: int, alone: bool) -> None:
-    """Print what happens to the workers."""
-    if not alone:
-        console.print_message(
-            f"rank {rank} stops; the others wait for it in their collectives, which fail after their time limit "
-            "(NCCL: 10 minutes, gloo: 30)"
-        )
-    console.print_message("q or Ctrl-D leaves the debugger, and the worker goes on")

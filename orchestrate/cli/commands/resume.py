@@ -5,14 +5,12 @@ from __future__ import annotations
 import argparse
 from typing import NoReturn
 
-from orchestrate import errors
 from orchestrate.api import prepare, resume
 from orchestrate.cli import display, find, options, result, signals
 from orchestrate.cli.parser import Parser
-from orchestrate.console import out, print_message, quoted
+from orchestrate.console import print_message, quoted
 from orchestrate.errors import UsageError
 from orchestrate.record.logs import rest
-from orchestrate.record.paths import JobPaths
 from orchestrate.show.feed import Feed
 from orchestrate.supervise import launch
 
@@ -22,13 +20,8 @@ def add_arguments(parser: Parser) -> None:
     options.add_job_name(parser, latest=True)
     options.add_runs(parser)
     options.add_stdout_options(parser)
-    add_detach(parser)
+    options.add_detach(parser)
     parser.add_argument("--set", type=_refuse, help=argparse.SUPPRESS)
-
-
-def add_detach(parser: Parser) -> None:
-    """Add the option of commands that start a job."""
-    parser.add_argument("--detach", action="store_true", help="run in the background, and print the run directory")
 
 
 def _refuse(setting: str) -> NoReturn:
@@ -55,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
         with job.claim:
             prepare.hand_over(job)
         if args.detach:
-            return detached(args, paths)
+            return result.detached(args, paths)
         from orchestrate.cli.commands import attach  # only here: it takes time to import
 
         return attach.until_end(args, paths)
@@ -64,11 +57,3 @@ def run(args: argparse.Namespace) -> int:
         feed = Feed(paths, job.spec, job.plan, shown, follower)
         data = launch.supervise(paths, job.engine, stops, feed)
     return result.show(args, paths.root.name, data)
-
-
-def detached(args: argparse.Namespace, paths: JobPaths) -> int:
-    """Print the run directory of a job whose supervisor runs in the background; return the exit code."""
-    run = args.shown / paths.root.name
-    print_message(f"hint: python -m orchestrate attach {run.name} follows it; supervisor log: {run / 'supervisor.log'}")
-    out(run)
-    return errors.SUCCEEDED

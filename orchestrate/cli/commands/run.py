@@ -13,7 +13,6 @@ from orchestrate import console, errors
 from orchestrate.api import prepare
 from orchestrate.cli import display, options, request, result, signals
 from orchestrate.cli.arguments import flags
-from orchestrate.cli.commands import resume
 from orchestrate.cli.parser import Parser
 from orchestrate.console import out, print_message
 from orchestrate.errors import OrchestrateError, UsageError
@@ -32,7 +31,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--resume", type=options.job, dest="job", metavar="JOB", help="continue this job, as `resume` does"
     )
-    resume.add_detach(parser)
+    options.add_detach(parser)
     options.add_runs(parser)
 
 
@@ -41,6 +40,8 @@ def run(args: argparse.Namespace) -> int:
     if args.job:
         if args.script is not None or args.file or args.set or args.dry_run or flags(args):
             raise UsageError("--resume uses the script and the settings of the job", "remove all other options")
+        from orchestrate.cli.commands import resume  # only here: it takes time to import
+
         return resume.run(args)
     return show_plan(args) if args.dry_run else _start(args)
 
@@ -78,7 +79,7 @@ def _start(args: argparse.Namespace) -> int:
                     run_dir.remove(job.paths)
                 raise
         if args.detach:
-            return resume.detached(args, job.paths)
+            return result.detached(args, job.paths)
         if on_slurm:
             from orchestrate.cli.commands import attach  # only here: it takes time to import
 
