@@ -10,11 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from orchestrate.api import cluster
 from orchestrate.cli.find import created_at, job_folders
 from orchestrate.dataclass import dataclass, field
 from orchestrate.engines import choice
-from orchestrate.engines.base import Engine, JobState
+from orchestrate.engines.base import JobState
 from orchestrate.errors import UsageError
 from orchestrate.files.lines import last
 from orchestrate.files.paths import METRICS
@@ -45,17 +44,16 @@ class Listed:
 def current(runs: Path) -> Iterator[Listed]:
     """Yield clusters, jobs with nodes of their own or on a cluster, and jobs with a supervisor but no nodes."""
     shown = set()
-    for engine in choice.available_engines():
-        for state in engine.jobs():
-            busy = lock.supervisor(state.paths)
-            status = _of_cluster(state, engine, busy) if state.cluster else _of(busy) if busy else _without(state)
-            shown.add(state.job_id)
-            facts = (state.job_id, state.engine, state.nodes, status, state.paths.root, created_at(state.paths))
-            yield Listed(*facts, metrics=_metrics(state.paths))
-            for paths in run_dir.on_cluster(state.paths.root.parent, state.job_id) if state.cluster else ():
-                if (holder := lock.supervisor(paths)) or not os.path.lexists(paths.report):
-                    shown.add(paths.root.name)
-                    yield from _supervised(paths, f"{'running' if holder else 'no supervisor,'} on {state.job_id}")
+    for state in choice.jobs():
+        busy = lock.supervisor(state.paths)
+        status = _of_cluster(state, busy) if state.cluster else _of(busy) if busy else _without(state)
+        shown.add(state.job_id)
+        facts = (state.job_id, state.engine, state.nodes, status, state.paths.root, created_at(state.paths))
+        yield Listed(*facts, metrics=_metrics(state.paths))
+        for paths in run_dir.on_cluster(state.paths.root.parent, state.job_id) if state.cluster else ():
+            if (holder := lock.supervisor(paths)) or not os.path.lexists(paths.report):
+                shown.add(paths.root.name)
+                yield from _supervised(paths, f"{'running' if holder else 'no supervisor,'} on {state.job_id}")
     for folder in job_folders(runs, since=time.time() - STILL_SUPERVISED):
         paths = JobPaths(folder)
         if folder.name in shown:
@@ -125,17 +123,18 @@ def _metrics(paths: JobPaths, spec: JobSpec | None = None) -> dict[str, Any]:
     return {}
 
 
-def _of_cluster(state: JobState, engine: Engine, busy: object) -> str:
+def _of_cluster(state: JobState, busy: object) -> str:
     """Describe the state of a cluster: its memory, and the minutes until its nodes end by themselves."""
     if busy:
         return "in use"
+    from orchestrate.api import cluster  # only here: it takes time to import
+
     left = None
     with contextlib.suppress(UsageError, OSError):
         left = cluster.Cluster(state.paths, *run_dir.load(state.paths)).seconds_left()
     if left is not None and left <= 0:
         return "expired"
-    size = engine.memory(state.job_id)
-    holds = [f"holds {format_bytes(size)}"] if size else []
+    holds = [f"holds {format_bytes(size)}"] if (size := choice.memory(state)) else []
     return ", ".join(["idle", *holds, *([] if left is None else [f"{math.ceil(left / 60)} min left"])])
 
 

@@ -196,8 +196,5 @@ class Engine(Protocol):
     def resources(self, job_id: str) -> list[str]:
         """Describe everything that `remove` would remove."""
 
-    def memory(self, job_id: str) -> int:
-        """Return the bytes of memory that the nodes of a job hold; 0 if unknown."""
-
     def remove(self, job_id: str, grace: float) -> None:
         """Remove everything of a job that has no supervisor; its nodes get `grace` seconds to end."""

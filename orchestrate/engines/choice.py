@@ -17,7 +17,7 @@ from orchestrate.plan.plan import Plan
 from orchestrate.spec.spec import JobSpec
 
 if TYPE_CHECKING:
-    from orchestrate.engines.base import Engine
+    from orchestrate.engines.base import Engine, JobState
 
 log = logging.getLogger(__name__)
 
@@ -86,6 +86,26 @@ def _slurm() -> Engine:
     from orchestrate.engines.slurm.engine import SlurmEngine
 
     return SlurmEngine()
+
+
+def jobs() -> Iterator[JobState]:
+    """Yield the jobs of all engines that are available."""
+    from orchestrate.engines.docker import listing
+    from orchestrate.engines.process import ProcessEngine
+
+    yield from listing.jobs()
+    with contextlib.suppress(OrchestrateError):
+        yield from _slurm().jobs() if slurm.installed() else ()
+    yield from ProcessEngine().jobs()
+
+
+def memory(job: JobState) -> int:
+    """Return the bytes of memory that the nodes of a job hold; 0 if unknown, as on other machines."""
+    from orchestrate.engines.docker import listing
+    from orchestrate.engines.process import ProcessEngine
+
+    measure = {"docker": listing.memory, "process": ProcessEngine().memory}.get(job.engine)
+    return measure(job.job_id) if measure else 0
 
 
 def available_engines() -> list[Engine]:

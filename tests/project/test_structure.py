@@ -31,7 +31,7 @@ def imports(path) -> set[str]:
     return {module for module, _ in imported(path)}
 
 
-DRAWING = [f"orchestrate/show/{name}.py" for name in ("live", "render", "top")]  # may import rich
+DRAWING = [f"orchestrate/show/{name}.py" for name in ("document", "live", "render", "top")]  # may import rich
 
 
 def forbidden(path) -> set[str]:

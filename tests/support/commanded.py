@@ -67,6 +67,8 @@ class Commands:
         self.runs, self.capsys, self.engine = runs, capsys, Whole()
         self.clock: Clock = SYSTEM
         monkeypatch.setattr(choice, "available_engines", lambda: [self.engine])
+        monkeypatch.setattr(choice, "jobs", lambda: iter(self.engine.jobs()))
+        monkeypatch.setattr(choice, "memory", lambda job: 3 << 20)
         monkeypatch.setattr(choice, "select_engine", lambda spec: self.engine)
 
     def __call__(self, *arguments: object) -> tuple[int, list[str], list[str]]:

@@ -79,10 +79,6 @@ class RecordingEngine:
         """Return `things`."""
         return [*self.things]
 
-    def memory(self, job_id: str) -> int:
-        """Return 3 MiB."""
-        return 3 << 20
-
     def remove(self, job_id: str, grace: float) -> None:
         """Record the call."""
         self.calls.append(f"remove {job_id}")

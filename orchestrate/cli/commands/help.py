@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import pydoc
-import re
 import shutil
 import sys
 
@@ -16,7 +15,6 @@ from orchestrate.cli.table import COMMANDS
 from orchestrate.errors import UsageError
 from orchestrate.files.paths import PROJECT
 
-COMMENT = re.compile(r"<!--.*?-->\n?", re.S)
 MAX_WIDTH = 100  # columns that are easy to read
 
 
@@ -67,13 +65,7 @@ def _show(text: str) -> None:
     """Print Markdown; on a terminal formatted, with the user's pager."""
     if not (sys.stdout and sys.stdout.isatty()):
         return console.out(text.removesuffix("\n"))
-    from rich.console import Console
-    from rich.markdown import Markdown
-    from rich.theme import Theme
+    from orchestrate.show.document import formatted  # only here: it imports rich
 
     os.environ.setdefault("LESS", "-FRX")  # as git does: formatted text, and none of the keys for one screen
-    width = min(MAX_WIDTH, shutil.get_terminal_size().columns)
-    screen = Console(width=width, theme=Theme({"markdown.code": "bold cyan"}))  # without a background
-    with screen.capture() as formatted:
-        screen.print(Markdown(COMMENT.sub("", text), code_theme="ansi_dark", hyperlinks=False))
-    pydoc.pager(formatted.get())
+    pydoc.pager(formatted(text, min(MAX_WIDTH, shutil.get_terminal_size().columns)))

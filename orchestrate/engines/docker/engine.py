@@ -83,10 +83,6 @@ class DockerEngine:
         """Describe the containers and networks with the job's label."""
         return objects.resources(self.daemon, job_id)
 
-    def memory(self, job_id: str) -> int:
-        """Return the memory of the job's containers, without cached files."""
-        return objects.memory(self.daemon, job_id)
-
     def remove(self, job_id: str, grace: float) -> None:
         """Stop and remove the containers and networks with the job's label, and nothing else."""
         objects.remove_services(self.daemon, job_id)

@@ -6,12 +6,12 @@ object belongs to a job only if all of its labels are valid and it has the name 
 
 from __future__ import annotations
 
+import dataclasses
 import re
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
-
-from docker.models.containers import Container
+from typing import Any, Protocol
 
 from orchestrate.engines.base import JobState
 from orchestrate.files.paths import NAME, is_text
@@ -22,6 +22,12 @@ GUARD, RELAY = "orchestrate.guard", "orchestrate.relay"  # of helper containers
 SERVICES = "orchestrate.services"  # of containers of the user's own Compose file
 ROLES = ("master", "trainer")
 _COMPOSE = "com.docker.compose."
+
+
+class Container(Protocol):
+    """A container, as the SDK lists it."""
+
+    attrs: Any  # as in the engine's API
 
 
 def only(labels: Mapping[str, str]) -> dict[str, str]:
@@ -50,6 +56,24 @@ def node(container: Container) -> str:
     if f"{found.job_id}-{service}-{number}" not in _names(container):
         return ""
     return service if service == "master" else f"{service}-{number}"
+
+
+def jobs(containers: Iterable[Container]) -> list[JobState]:
+    """Return the jobs that have nodes among these containers."""
+    nodes = [found for container in containers if (found := node_job(container))]
+    count, known = Counter(found.job_id for found in nodes), {found.job_id: found for found in reversed(nodes)}
+    return [dataclasses.replace(known[name], nodes=count[name]) for name in sorted(known)]
+
+
+def service_jobs(services: Iterable[Mapping[str, Any]], tasks: Iterable[Mapping[str, Any]]) -> list[JobState]:
+    """Return the jobs that have nodes among these services of a Swarm and their tasks."""
+    nodes = Counter(task["ServiceID"] for task in tasks if task["DesiredState"] == "running")
+    known: dict[str, JobState] = {}
+    for service in services:
+        if found := service_job(service):
+            count = nodes[service["ID"]] + (known[found.job_id].nodes if found.job_id in known else 0)
+            known[found.job_id] = dataclasses.replace(found, nodes=count)
+    return [known[name] for name in sorted(known)]
 
 
 def node_job(container: Container) -> JobState | None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -22,9 +20,7 @@ SERVICE_GRACE = 5  # seconds for a service to end
 
 def jobs(daemon: Daemon) -> list[JobState]:
     """List the jobs that have nodes."""
-    nodes = [job for container in daemon.containers(labels.JOB) if (job := labels.node_job(container))]
-    count, found = Counter(job.job_id for job in nodes), {job.job_id: job for job in reversed(nodes)}
-    return [dataclasses.replace(found[name], nodes=count[name]) for name in sorted(found)]
+    return labels.jobs(daemon.containers(labels.JOB))
 
 
 def nodes_of(daemon: Daemon, job_id: str) -> list[Container]:
@@ -68,19 +64,6 @@ def resources(daemon: Daemon, job_id: str) -> list[str]:
         ]
     containers = nodes_of(daemon, job_id) + helpers_of(daemon, job_id) + services_of(daemon, job_id)
     return sorted(f"container {name_of(container)}" for container in containers) + networks
-
-
-def memory(daemon: Daemon, job_id: str) -> int:
-    """Return the bytes of memory of a job's nodes, without cached files, as `docker stats` does."""
-    found: list[int] = []
-
-    def measure(node: Container) -> None:
-        stats = daemon.client.api.stats(str(node.id), stream=False, one_shot=True)["memory_stats"]
-        cached = stats.get("stats", {}).get("inactive_file", 0)
-        found.append(max(0, stats.get("usage", 0) - cached))
-
-    daemon.each(nodes_of(daemon, job_id), measure)
-    return sum(found)
 
 
 def remove(daemon: Daemon, job_id: str, grace: float, folders: Iterable[Path] = ()) -> None:

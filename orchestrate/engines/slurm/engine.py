@@ -112,10 +112,6 @@ class SlurmEngine:
         """Describe the job in the queue."""
         return [str(found) for found in self._submitted(job_id)]
 
-    def memory(self, job_id: str) -> int:
-        """Return 0: other machines do not report it."""
-        return 0
-
     def remove(self, job_id: str, grace: float) -> None:
         """Cancel the job in the queue."""
         for found in self._submitted(job_id):

@@ -87,10 +87,6 @@ class SwarmEngine:
         """Describe the services, relay, network and secret of a job."""
         return [f"{kind} {name}" for kind, name, _ in self.manager.objects(job_id)]
 
-    def memory(self, job_id: str) -> int:
-        """Return 0: other hosts do not report it."""
-        return 0
-
     def remove(self, job_id: str, grace: float) -> None:
         """Remove everything with the job's label, and wait until Swarm has released it."""
         self.manager.remove(job_id, grace)

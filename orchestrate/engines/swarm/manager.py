@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -81,13 +79,7 @@ class Manager:
         with self.daemon.translating_errors("could not list its services"):
             services = self.services()
             tasks: list[ApiObject] = self.api.tasks()  # type: ignore[no-untyped-call]
-        nodes = Counter(task["ServiceID"] for task in tasks if task["DesiredState"] == "running")
-        jobs: dict[str, JobState] = {}
-        for service in services:
-            if job := labels.service_job(service):
-                count = nodes[service["ID"]] + (jobs[job.job_id].nodes if job.job_id in jobs else 0)
-                jobs[job.job_id] = dataclasses.replace(job, nodes=count)
-        return [jobs[name] for name in sorted(jobs)]
+        return labels.service_jobs(services, tasks)
 
     def objects(self, job_id: str) -> list[tuple[str, str, Callable[[], Any]]]:
         """Return all objects of a job: kind, name, and a function that removes the object."""

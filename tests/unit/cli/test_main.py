@@ -199,7 +199,7 @@ def test_an_error_must_be_printed_with_its_hint_and_exit_code(do, monkeypatch, e
     def fail() -> None:
         raise error
 
-    monkeypatch.setattr(choice, "available_engines", fail)
+    monkeypatch.setattr(choice, "jobs", fail)
     assert do("ps") == (code, [], ["error: what", *["hint: next"] * bool(error.hint)])
 
 
@@ -207,7 +207,7 @@ def test_ctrl_c_must_end_a_command_without_a_traceback(do, monkeypatch):
     def interrupt() -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(choice, "available_engines", interrupt)
+    monkeypatch.setattr(choice, "jobs", interrupt)
     assert do("ps") == (130, [], ["stopped"])
 
 

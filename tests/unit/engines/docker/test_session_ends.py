@@ -347,15 +347,6 @@ def test_jobs_must_list_jobs_with_containers_but_not_plain_compose_projects(job)
     assert engine.resources("b") == containers and engine.resources("none") == []
 
 
-def test_the_memory_of_a_job_must_be_that_of_all_its_nodes_without_cached_files(job):
-    for name, used in (("master", 50), ("trainer-1", 7), ("trainer-2", 0)):
-        node = job.answers.container(name)
-        stats = {"usage": used, "stats": {"inactive_file": 5}} if used else {}  # it is not running
-        job.answers.replies[f"GET /containers/{node['Id']}/stats"] = {"memory_stats": stats}
-    job.answers.container("master", "other")
-    assert job.engine().memory("j") == 47
-
-
 def test_containers_must_be_removed_but_not_a_run_directory_that_they_name(job, tmp_path):
     other = tmp_path / "other" / "job"
     other.mkdir(parents=True)
