@@ -150,7 +150,7 @@ def plugin() -> str:
     testing.pytest_addoption(parser)
     for option in parser.getgroup("nodes").options:
         given = option.attrs()
-        found.append((f"{option.names()[0]} {given['metavar'] or given['dest'].split('_')[-1].upper()}", given["help"]))
+        found.append((f"{option.names()[0]} {given['metavar'] or ' or '.join(given['choices'])}", given["help"]))
     rows = [f"| {name if '`' in name else f'`{name}`'} | {text.rstrip('.')} |" for name, text in found]
     return "\n".join(["| name | description |", "| --- | --- |", *rows])
 

@@ -1,6 +1,7 @@
 """Lightning's Trainer: `orchestrate run --nodes 2 --pip lightning examples/frameworks/lightning_trainer.py`."""
 
 import argparse
+import json
 import os
 from pathlib import Path
 
@@ -26,17 +27,31 @@ class Regression(L.LightningModule):
     def training_step(self, batch, _):
         """Return the loss of a batch."""
         features, target = batch
-        return mse_loss(self.net(features), target)
+        loss = mse_loss(self.net(features), target)
+        self.log("loss", loss)
+        return loss
 
     def configure_optimizers(self):
         """Return the optimizer."""
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
+class Metrics(L.Callback):
+    """Writes the logged metrics to $JOB_DIR/metrics.jsonl, where orchestrate reads them."""
+
+    def on_train_batch_end(self, trainer, *_):
+        """Write a line every ten steps."""
+        if trainer.is_global_zero and trainer.global_step % 10 == 0 and "JOB_DIR" in os.environ:
+            row = {"step": trainer.global_step, "total_steps": trainer.estimated_stepping_batches}
+            row |= {name: value.item() for name, value in trainer.callback_metrics.items()}
+            with open(Path(os.environ["JOB_DIR"]) / "metrics.jsonl", "a") as file:
+                file.write(json.dumps(row) + "\n")
+
+
 checkpoints = Path(os.environ.get("JOB_DIR", ".")) / "checkpoints"
 trainer = L.Trainer(
     max_epochs=args.epochs,
-    callbacks=[ModelCheckpoint(checkpoints, save_last=True)],
+    callbacks=[ModelCheckpoint(checkpoints, save_last=True), Metrics()],
     enable_progress_bar=False,
     enable_model_summary=False,
     logger=False,

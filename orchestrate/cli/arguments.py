@@ -17,6 +17,8 @@ from orchestrate.errors import UsageError
 def parse(argv: list[str]) -> argparse.Namespace:
     """Parse the command line; `script` is the job's own command, None if there is none. Raises UsageError.
 
+    `separated` is whether it comes after `--`.
+
     The job's command starts after `--`, at `-m`, or at the first word that is neither an option nor a job file.
     """
     top = parser(argv[0] if argv else "")
@@ -29,7 +31,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
         split = _command_start(argv, split, top.subparser(argv[0]).switches())
     words, rest = argv[:split], argv[split:]
     script = (rest[1:] if rest[0] == "--" else rest) if rest else None
-    parsed: argparse.Namespace = top.parse_args(words or ["--help"], argparse.Namespace(script=script))
+    found = argparse.Namespace(script=script, separated=rest[:1] == ["--"])
+    parsed: argparse.Namespace = top.parse_args(words or ["--help"], found)
     return parsed
 
 

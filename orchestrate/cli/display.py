@@ -59,7 +59,8 @@ class JsonScreen(TrackingScreen):
             self.printed, self.due = found, self.clock.monotonic() + JSON_INTERVAL
             metrics = {name: value for name, value in found.metrics.items() if math.isfinite(value)}
             steps = {"step": found.step, "total_steps": found.total, "seconds_left": left}
-            row = {**(dict.fromkeys(steps) if found.bar else steps), "metrics": metrics}  # none of an epoch
+            of_job = self.view.lead.steps and not found.bar  # none of an epoch
+            row = {**(steps if of_job else dict.fromkeys(steps)), "metrics": metrics}
             stream(json.dumps({"progress": row, "time": round(self.clock.time(), 3)}))
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 
 from orchestrate.api import request
 from orchestrate.cli.arguments import flags
-from orchestrate.console import print_message
+from orchestrate.console import called, print_message
 from orchestrate.errors import UsageError
 from orchestrate.files.paths import hidden
 from orchestrate.node.command import launcher
@@ -28,7 +29,11 @@ def spec_of(args: argparse.Namespace) -> JobSpec:
     script = args.script or []
     for word in script[1:] if not launcher(script) else ():  # a launcher's flags are its own
         if word.partition("=")[0] in OURS:
-            print_message(f"warning: {word} comes after the script, and so is an argument of the script")
+            usage = f"{called()} {args.command} [options] {shlex.quote(script[0])} …"
+            if word == "--dry-run" and not args.separated:
+                hint = f"{usage}; if it is an option of the script, write -- before the script"
+                raise UsageError(f"{word} comes after the script", hint)
+            print_message(f"warning: {word} comes after the script, and so is an argument of the script ({usage})")
     spec = request.spec_of(of_file, options)
     command = options.get("command") or of_file.get("command") or ()
     for flag, instead in ignored(values.command.parse(command) if command else APP).items():

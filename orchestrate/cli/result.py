@@ -7,11 +7,13 @@ import contextlib
 import json
 import os
 import stat
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from orchestrate import errors
 from orchestrate.console import out, print_message, stream
-from orchestrate.errors import UsageError
+from orchestrate.errors import OrchestrateError, UsageError
 from orchestrate.files.folder import write_whole
 from orchestrate.host import writable
 from orchestrate.record.outcomes import Outcome
@@ -45,6 +47,27 @@ def prepare(args: argparse.Namespace) -> None:
         raise UsageError(f"--junit-xml: {folder}: {error.strerror}", "choose another folder") from None
     with contextlib.suppress(FileNotFoundError):  # of an earlier job: this one may not end
         os.unlink(file.name, dir_fd=args.junit_folder)
+
+
+@contextlib.contextmanager
+def prepared(args: argparse.Namespace) -> Iterator[None]:
+    """Prepare `--junit-xml` for a `with` block, and write an error in it there; raises UsageError."""
+    prepare(args)
+    try:
+        yield
+    except OrchestrateError as error:
+        if args.junit_xml:
+            from orchestrate.record.junit import not_run  # only here: it imports an XML library
+
+            hint = f"\nhint: {error.hint}" if error.hint else ""
+            write_whole(args.junit_xml.name, not_run(_named(args), f"{error}{hint}"), args.junit_folder, mode=0o644)
+        raise
+
+
+def _named(args: argparse.Namespace) -> str:
+    """Return the name of a job that has none yet: that of its script or job file."""
+    script = next((word for word in args.script or () if word != "-m"), None)
+    return args.name or Path(script or args.file or "job").stem
 
 
 def show(args: argparse.Namespace, name: str, data: dict[str, Any]) -> int:

@@ -11,13 +11,12 @@ import subprocess
 import sys
 from collections.abc import Iterable, Sequence
 
-from orchestrate.console import during
+from orchestrate.console import called, during
 from orchestrate.files.folder import content, write_whole
 from orchestrate.host import private, records
 from orchestrate.host.gpus import Gpu
 
 FOLDER = "checks"
-AGAIN = " (a cached result, which python -m orchestrate doctor removes)"
 WELL = ("works", "no torch")
 # Why torch cannot use a GPU until the image or the driver changes; others, such as a GPU that is busy, may pass.
 LASTING = re.compile(
@@ -60,7 +59,9 @@ def cuda(key: list[str], output: str, failure: str = "") -> str:
 def known(key: list[str]) -> str | None:
     """Return the cached answer of `cuda`; None if there is none."""
     found = cached(key)
-    return ("" if found in WELL else found) if found else None
+    if not found:
+        return None
+    return "" if found in WELL else f"{found} (a cached result, which {called()} doctor removes)"
 
 
 def forget() -> None:

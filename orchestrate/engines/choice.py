@@ -43,7 +43,8 @@ def select_engine(spec: JobSpec) -> Engine:
             fix = "Start Docker" if isinstance(error, EngineLost) else f"{error.hint[0].upper()}{error.hint[1:]}"
             if error.hint.startswith("sudo"):
                 fix = f"Get access to its socket ({error.hint.partition(';')[0]})"
-            print_message(f"{error}; running as local processes, without isolation. {fix} to use containers.")
+            fix += " to use containers, or set --engine process"
+            print_message(f"{error}; running as local processes, without isolation. {fix}.")
         except OrchestrateError as error:
             if spec.engine == "auto":
                 error.hint += "; --engine process runs the job without containers"

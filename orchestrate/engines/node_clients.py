@@ -136,7 +136,9 @@ class NodeClients:
         for rank, node in self.running.items():
             doing = states[node].running.get(str(rank)) if node in states else None
             if doing and doing["state"]:  # only on systems with /proc
-                found[rank] = Activity(doing["state"], doing["cpu"], doing.get("memory", 0), _use(states[node], rank))
+                found[rank] = Activity(
+                    doing["state"], doing["cpu"], doing.get("memory", 0), _use(states[node], rank), doing["pid"]
+                )
         return found
 
     def stacks(self) -> dict[int, Stack]:

@@ -92,7 +92,7 @@ class ProcessEngine:
         modules = preload(spec, code, copied=spec.source.startswith(GIT))
         offered = _offer(spec, run.parent.name)
         if offered.gpus and may_use_torch(spec, modules) and (why := check_cache.gpu_problem(offered.gpus)):
-            offered = Offer(why=f"{sys.executable} cannot use the GPUs: {why}{check_cache.AGAIN}")
+            offered = Offer(why=f"{sys.executable} cannot use the GPUs: {why}")
         inventory = Inventory(
             engine="process",
             about=f"local processes without isolation{ignoring(spec, LIMITS, 'the process engine')}",

@@ -32,7 +32,7 @@ PARENT = "orchestrate-parent.pth"
 
 def python(lines: list[str]) -> Path:
     """Return the interpreter of the environment with these packages, which may not exist yet."""
-    key = json.dumps([sys.executable, sys.version, _parents(), lines])
+    key = json.dumps([sys.prefix, sys.version, _parents(), lines])
     return (
         private.cache(CACHE) / hashlib.sha256(key.encode(errors="surrogateescape")).hexdigest()[:16] / "bin" / "python"
     )

@@ -18,6 +18,7 @@ import yaml
 from orchestrate.dataclass import dataclass
 from orchestrate.errors import UsageError
 from orchestrate.plan.container import UNBUFFERED
+from orchestrate.spec.folders import is_url
 from orchestrate.spec.redact import secret_names
 from orchestrate.spec.sizes import UNLIMITED
 from orchestrate.spec.source import GIT
@@ -39,11 +40,11 @@ class Shape:
     secrets: tuple[str, ...]  # environment variables whose values are not exported
 
 
-BROUGHT = ("before", "chdir", "virtual_local_rank", "sagemaker", "services", "ports", "labels", "isolated", "stdin")
+BROUGHT = ("before", "virtual_local_rank", "sagemaker", "services", "ports", "labels", "isolated", "stdin")
 
 
-def shape(spec: JobSpec, name: str) -> Shape:
-    """Return the shape of a job without access to the target machines.
+def shape(spec: JobSpec, name: str, here: bool = False) -> Shape:
+    """Return the shape of a job without access to the target machines; `here` is whether that is this one.
 
     Raises UsageError if the spec leaves open what depends on them, or has settings that cannot be exported.
     """
@@ -60,7 +61,7 @@ def shape(spec: JobSpec, name: str) -> Shape:
     else:
         nproc = spec.nproc_per_node or 1
         gpus = nproc if spec.gpus == "all" else 0
-    _check(spec)
+    _check(spec, here)
     env = {
         "NODE_MODE": "static",
         "NODE_NPROC": str(nproc),
@@ -84,8 +85,8 @@ def shape(spec: JobSpec, name: str) -> Shape:
     return Shape(name=name, nodes=nodes, nproc=nproc, gpus=gpus, env=env, memory=memory, secrets=secrets)
 
 
-def _check(spec: JobSpec) -> None:
-    """Raise UsageError for settings that cannot be exported."""
+def _check(spec: JobSpec, here: bool) -> None:
+    """Raise UsageError for settings that cannot be exported, or only for this machine."""
     if spec.pin or spec.share_gpus or spec.queue or spec.network == "host":
         raise UsageError(
             "pin, share_gpus, queue and network cannot be exported", "remove them: they are for this machine only"
@@ -96,9 +97,11 @@ def _check(spec: JobSpec) -> None:
     if spec.checkpoints or spec.output:
         hint = "remove them; scripts can access the store themselves"
         raise UsageError("checkpoints and output need orchestrate while the job runs", hint)
-    if spec.data or spec.mounts:
-        hint = "remove them, and add the target's volumes to the exported file"
-        raise UsageError("data and mounts are for this machine only", hint)
+    if any(map(is_url, spec.data.values())):
+        raise UsageError("data in an object store is fetched by orchestrate", "fetch it, and name its folder")
+    if not here and (spec.data or spec.mounts or spec.chdir):
+        hint = "remove what is set of them, and add the target's own to the exported file"
+        raise UsageError("data, mounts and chdir are exported only to Compose", hint)
     if spec.source.startswith(GIT):
         raise UsageError("a source in a Git repository cannot be exported", "check it out, and use its folder")
     if [*map(spec.mask(), spec.command_line)] != [*spec.command_line]:

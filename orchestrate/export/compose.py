@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from orchestrate.engines.docker.compose_override import literal
+from orchestrate.engines.docker.folders import given_mounts
 from orchestrate.engines.docker.mounts import CODE, check_script, masks
 from orchestrate.errors import UsageError
 from orchestrate.export import Shape, check_folders, document, quoted, shape
@@ -17,6 +18,7 @@ from orchestrate.files.paths import JOB, PACKAGE, PROJECT, code_folder, is_text
 from orchestrate.host import owners, users
 from orchestrate.plan import container
 from orchestrate.plan.limits import limits
+from orchestrate.spec.folders import data_paths
 from orchestrate.spec.spec import JobSpec
 
 VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
@@ -25,10 +27,11 @@ DROPPED_KEYS = ("profiles", "build")
 
 def compose(spec: JobSpec, name: str) -> str:
     """Return a Compose file for `docker compose up`; raises UsageError for settings that cannot be exported."""
-    job = shape(spec, name)
+    job = shape(spec, name, here=True)
     code, run = (_mountable(folder) for folder in (code_folder(spec.command), _run(name)))
-    hidden = masks(Path(code), Path(run).parent, CODE)
-    check_script(hidden, spec.command)
+    hidden = masks(Path(code), Path(run).parent, CODE, spec.chdir)
+    check_script(hidden, spec.command, spec.chdir)
+    mounts = [*hidden, *given_mounts(spec, Path(run).parent)]
     user = users.nodes_of(spec.user)
     bounds = limits(spec.memory, 0, job.nodes)
     values = {
@@ -53,9 +56,10 @@ def compose(spec: JobSpec, name: str) -> str:
         filled = _filled(content, values)
         if service != "outcome":
             filled["command"] = [literal(word) for word in spec.command_line]
-            filled["environment"] |= _environment(spec, job)
+            filled["environment"] |= _environment(spec, job) | _data(spec)
             filled["volumes"] = [_mount(volume, f"{run}/{JOB}") for volume in filled["volumes"]]
-            filled["volumes"] += [{**mask, "target": literal(mask["target"])} for mask in hidden]
+            filled["volumes"] += [_literal(mount) for mount in mounts]
+            filled["working_dir"] = literal(os.path.normpath(f"{CODE}/{spec.chdir}"))
             filled["stop_grace_period"] = f"{container.stop_seconds(spec.grace)}s"
             filled["networks"] = {"job": {"aliases": [service]}}
         filled["labels"] = dict.fromkeys(filled["labels"], "")  # otherwise `ps` lists it as a job of ours
@@ -72,7 +76,7 @@ def compose(spec: JobSpec, name: str) -> str:
 def _head(spec: JobSpec, job: Shape, run: str, user: tuple[int, int] | None) -> list[str]:
     owner = "-o {} -g {} ".format(*user) if user else ""
     lines = [
-        f"{job.name}: run it with docker compose --file FILE up.",
+        f"{job.name}: run it with docker compose --file FILE up, and remove it with docker compose --file FILE down.",
         "First create the folder for its files, inside one that other users cannot enter:",
         f"  mkdir -p {quoted(os.path.dirname(run))} && mkdir -m 700 {quoted(run)} && "
         f"install -d {owner}{quoted(f'{run}/{JOB}')}",
@@ -102,6 +106,16 @@ def _environment(spec: JobSpec, job: Shape) -> dict[str, str]:
     own = {} if spec.expand else {"WORKER_EXPAND": "false"}
     env = spec.env.items()
     return own | {key: f"${{{key}:?set {key}}}" if key in job.secrets else literal(value) for key, value in env}
+
+
+def _data(spec: JobSpec) -> dict[str, str]:
+    """Return the variables with the paths of the job's data."""
+    return {f"DATA_{name.upper()}": literal(path) for name, path in data_paths(spec).items()}
+
+
+def _literal(mount: dict[str, Any]) -> dict[str, Any]:
+    """Return a mount whose paths have no variables."""
+    return mount | {key: literal(mount[key]) for key in ("source", "target") if key in mount}
 
 
 def _mount(volume: Any, files: str) -> Any:

@@ -7,11 +7,12 @@ import grp
 import os
 import pwd
 import re
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 
 from orchestrate.errors import UsageError
-from orchestrate.files.folder import allows_reading
+from orchestrate.files.folder import allows, allows_reading
 
 NO_ID = (1 << 32) - 1  # means "unchanged" to chown(2)
 FREE = range(61000, 61184)  # ids that neither useradd nor systemd assigns: https://systemd.io/UIDS-GIDS
@@ -77,3 +78,9 @@ def _group(group: int) -> str:
 def can_read(path: Path, user: int, group: int) -> bool:
     """Whether the mode of a path lets a user read the file, or list and enter the folder."""
     return allows_reading(path.stat(), user, group)
+
+
+def can_write(path: Path, user: int, group: int) -> bool:
+    """Whether the mode of a path lets a user write to the file, or create files in the folder."""
+    status = path.stat()
+    return allows(status, user, group, 3 if stat.S_ISDIR(status.st_mode) else 2)

@@ -114,11 +114,13 @@ class Run:
         return failures[:-1] if self.report["root_cause"] else failures
 
     @property
-    def goodput(self) -> float:
+    def goodput(self) -> float | None:
         """The share of the time in which the script ran, without steps that were repeated, saving and waiting.
 
-        From 0 to 1.
+        From 0 to 1; None if the script was restarted and reports no steps, which it may have repeated.
         """
+        if self.progress.generations > 1 and not self.progress.numbered:
+            return None
         return self._working["steps"] / self.seconds if self.seconds else 0.0
 
     @property

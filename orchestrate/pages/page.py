@@ -159,7 +159,8 @@ def headline(run: Run) -> list[tuple[str, str]]:
 def _facts(run: Run) -> dict[str, str]:
     """Return what comparisons show of a job besides its settings."""
     report = run.report
-    goodput = f"{round(100 * run.goodput)} %" if run.spans and run.seconds >= SHORT else ""
+    known = run.spans and run.seconds >= SHORT and run.goodput is not None
+    goodput = f"{round(100 * (run.goodput or 0))} %" if known else ""
     found = {"goodput": goodput, "workers": str(report["world_size"]), "generations": str(report["generations"])}
     commit = f"{report['commit'][:12]}{' and changes' * bool(report['dirty'])}"
     return found | {"commit": commit, "machine": f"{report['engine']}: {run.machine}"}

@@ -36,5 +36,16 @@ def junit(data: dict[str, Any]) -> bytes:
     return bytes(ET.tostring(root, encoding="utf-8", xml_declaration=True))
 
 
+def not_run(name: str, error: str) -> bytes:
+    """Return the JUnit XML for a job that an error kept from starting, or from ending."""
+    root = ET.Element("testsuites")
+    suite = ET.SubElement(root, "testsuite", {"name": _valid(name), "tests": "1", "failures": "0", "errors": "1"})
+    case = ET.SubElement(suite, "testcase", {"classname": "orchestrate", "name": _valid(name)})
+    message = _valid(error.partition("\n")[0])
+    ET.SubElement(case, "error", {"message": message, "type": "not_run"}).text = _valid(error)
+    ET.indent(root)
+    return bytes(ET.tostring(root, encoding="utf-8", xml_declaration=True))
+
+
 def _valid(value: object) -> str:
     return _INVALID.sub("", str(value))

@@ -57,6 +57,7 @@ class Activity:
     cpu: float  # CPU seconds of the worker and its child processes
     memory: int = 0  # bytes of their memory that is in RAM; shared memory counts for each
     use: Use | None = None  # None if unknown
+    pid: int = 0  # as its node sees it; 0 if unknown
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,8 @@ STEP_OF = re.compile(  # not in the text of an error, which comes later in its l
     r"^.{0,16}?\b(global[ _])?(?:step|iter|iteration)\b {0,10}[:=#]? {0,10}"
     r"([0-9]{1,15})(?: {0,10}(?:/|of) {0,10}([0-9]{1,15}))?(?![\w.%/-])",
 )
+# `Epoch 3/10`, `epoch [3/10]`, `Epoch 3 of 10`
+EPOCHS_OF = re.compile(r"^.{0,16}?\bepoch\b[ :=#\[(]{0,4}([0-9]{1,9}) {0,3}(?:/|of) {0,3}([0-9]{1,9})(?![\w.%])")
 FACTORS = {"": 1, "k": 1000, "M": 1_000_000, "G": 1_000_000_000}
 NAMES = re.compile(  # of metrics in text that is not a bar, such as `train_loss` or `acc1`
     r"(?:^|[_./])(?:[a-z]*loss|acc|accuracy|lr|learning_rate|perplexity|ppl|epoch)[0-9]?(?:$|[_./@])"
@@ -73,7 +75,8 @@ class Progress:
     step_seconds: float | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     bar: bool = False  # whether `step` may start again, as that of a progress bar does in each epoch
-    epoch: int | None = None  # whose steps a bar counts, as far as it says so
+    epoch: int | None = None  # whose steps a bar counts, as far as it says so, or that a line reports
+    epochs: int | None = None  # of the job, as far as a line says so
 
     @property
     def of_job(self) -> int | None:
@@ -121,6 +124,8 @@ def _of_text(line: str) -> Progress | None:
     if ("step" in lower or "iter" in lower) and (step := STEP_OF.search(lower)):
         total = int(step[3]) if step[3] else None
         return Progress(step=int(step[2]), total=total, metrics=pairs, bar=not step[1])
+    if "epoch" in lower and (found := EPOCHS_OF.search(lower)):
+        return Progress(metrics=pairs, epoch=int(found[1]), epochs=int(found[2]))
     return Progress(metrics=pairs) if pairs else None
 
 

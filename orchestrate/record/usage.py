@@ -34,7 +34,10 @@ def asked(paths: JobPaths) -> bool:
 
 def write(paths: JobPaths, found: Mapping[int, Activity]) -> None:
     """Write what the workers use, by rank; raises OSError."""
-    rows = {rank: {"state": doing.state, "cpu": doing.cpu, "memory": doing.memory} for rank, doing in found.items()}
+    rows = {
+        rank: {"state": doing.state, "cpu": doing.cpu, "memory": doing.memory, "pid": doing.pid}
+        for rank, doing in found.items()
+    }
     write_whole(paths.usage, json.dumps({"time": time.time(), "workers": rows}) + "\n")
 
 
@@ -43,7 +46,10 @@ def read(paths: JobPaths) -> tuple[float, dict[int, Activity]]:
     try:
         data = json.loads(content(paths.usage))
         rows, written = data["workers"].items(), float(data["time"])
-        found = {int(rank): Activity(str(row["state"]), float(row["cpu"]), int(row["memory"])) for rank, row in rows}
+        found = {
+            int(rank): Activity(str(row["state"]), float(row["cpu"]), int(row["memory"]), pid=int(row.get("pid", 0)))
+            for rank, row in rows
+        }
         numbers = [written, *(doing.cpu for doing in found.values())]
         return (written, found) if all(map(math.isfinite, numbers)) and written <= time.time() else (0.0, {})
     except (OSError, ValueError, OverflowError, TypeError, KeyError, AttributeError, RecursionError):

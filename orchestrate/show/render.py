@@ -76,13 +76,13 @@ def _bar(view: View, now: float, width: int) -> RenderableType | None:
         return None
     what = OF_EPOCH if progress.bar else ""
     if not progress.total:
-        return Text(f"step {progress.step:,}{what}")
+        return Text(f"{view.lead.unit} {progress.step:,}{what}")
     left = seconds_left(view.lead, now)
     row = Table.grid(padding=(0, 1))
     for _ in range(3):
         row.add_column(no_wrap=True, overflow="ellipsis")  # on a narrow terminal
     tail = f"{100 * (progress.fraction or 0):.0f}%" + (f"  {clock(left)} left" if left is not None else "") + what
-    steps = f"step {progress.step:,} of {progress.total:,}"
+    steps = f"{view.lead.unit} {progress.step:,} of {progress.total:,}"
     size = max(8, min(40, width - len(steps) - len(tail) - 4))
     row.add_row(steps, ProgressBar(total=progress.total, completed=progress.step, width=size), tail)
     return row
@@ -117,9 +117,9 @@ def _cells(rank: Rank, now: float, awaited: bool) -> list[Text]:
     return [
         Text(f"{rank.number:>3} {rank.node}"),
         Text(rank.state, style=STYLES.get(rank.state, "")),
-        Text("" if step is None else f"step {step:,}"),
+        Text("" if step is None else f"{rank.unit} {step:,}"),
         Text(spark(rank.paces)),
-        Text("" if pace is None else f"{pace * 1000:.3g} ms/step" if pace < 1 else f"{pace:.3g} s/step"),
+        Text("" if pace is None else f"{pace * 1000:.3g} ms/{rank.unit}" if pace < 1 else f"{pace:.3g} s/{rank.unit}"),
         Text(f"{rank.cores:.1f} cores" if rank.measured else ""),
         Text(format_bytes(rank.memory) if rank.memory else ""),
         _idle(idle, awaited) if idle > IDLE else Text("  ".join(metrics)),

@@ -36,7 +36,7 @@ class Rank:
 
     number: int
     node: str
-    state: str = "waiting"  # waiting, running, stopping, succeeded, failed
+    state: str = "waiting"  # waiting, running, stopping, succeeded, stopped, failed
     heard: float = 0.0  # when it last wrote something or computed; all times are monotonic, in seconds
     cores: float = 0.0  # CPU seconds per second
     cpu: float = 0.0  # CPU seconds until `measured`
@@ -46,12 +46,18 @@ class Rank:
     paces: deque[float] = field(default_factory=lambda: deque(maxlen=PACES))  # seconds per step
     stepped: tuple[int, float] = (0, 0.0)  # its last step, and when it was reached
     epochs: Epochs = field(default_factory=Epochs)
+    steps: bool = False  # whether it has reported steps; otherwise, its `progress` counts epochs, if it reports them
     exact: bool = False  # whether it has reported steps of the job, so that those of bars do not count
 
     @property
     def pace(self) -> float | None:
         """Mean seconds of its last steps; None if unknown."""
         return sum(self.paces) / len(self.paces) if self.paces else None
+
+    @property
+    def unit(self) -> str:
+        """What its progress counts."""
+        return "step" if self.steps else "epoch"
 
     def idle(self, now: float) -> float:
         """Seconds since it last did something, if it is running."""
@@ -72,6 +78,11 @@ class Rank:
             of_epoch = self.epochs.over(found) > 0 or found.epoch is not None
             known = self.exact and found.total != old.total  # the bar has not the steps of the job
             found = replace(found, step=None) if known else replace(found, bar=of_epoch)
+        elif found.epochs and not self.steps:
+            found = replace(found, step=found.epoch, total=found.epochs)
+        if not self.steps and found.step is not None and not found.epochs:
+            self.steps, self.stepped = True, (0, 0.0)
+            self.paces.clear()
         if found.step is not None and found.step != self.stepped[0]:
             steps, seconds = found.step - self.stepped[0], now - self.stepped[1]
             together = 0 <= seconds < TOGETHER and steps > 0
@@ -168,7 +179,8 @@ class View:
                 for rank in self.ranks.values():
                     rank.state = "stopping" if rank.state == "running" else rank.state
             case events.WorkerEnded() if event.rank in self.ranks:
-                self.ranks[event.rank].state = "failed" if event.exit_code else "succeeded"
+                failed = "stopped" if event.stopping else "failed"
+                self.ranks[event.rank].state = failed if event.exit_code else "succeeded"
 
     def hear(self, number: int, found: Sequence[Progress], now: float) -> None:
         """Record the progress in lines that a worker has written."""
@@ -217,8 +229,10 @@ class View:
     def goodput(self, now: float) -> float | None:
         """Return the share of the time that was spent on new steps, as in the report, since the last resumption.
 
-        None if no worker has started.
+        None if no worker has started, or if they were restarted and report no steps, which they may have repeated.
         """
+        if self.work.steps.generations > 1 and not self.work.steps.numbered:
+            return None
         seconds = self.work.seconds(now)
         return seconds / (now - self.work.since) if seconds and now > self.work.since else None
 
@@ -266,7 +280,7 @@ def status(view: View, now: float) -> str:
     progress, parts = lead.progress, []
     if progress.step is not None:
         done = f" of {progress.total:,} ({100 * (progress.fraction or 0):.0f}%)" if progress.total else ""
-        parts.append(f"step {progress.step:,}{done}")
+        parts.append(f"{lead.unit} {progress.step:,}{done}")
         if (left := seconds_left(lead, now)) is not None:
             parts.append(f"{clock(left)} left")
         parts[-1] += OF_EPOCH if progress.bar else ""

@@ -77,7 +77,8 @@ class Top:
     def table(self, height: int, hint: str = "") -> Table:
         """Draw all workers, or as many as fit on `height` lines, the busiest first, with a hint in the title."""
         table = Table(box=None, pad_edge=False, title=f"{self.plan.job_id}  {hint}".rstrip(), title_justify="left")
-        for title, justify in (("rank", "right"), ("node", "left"), ("state", "left"), ("cores", "right")):
+        columns = (("rank", "right"), ("node", "left"), ("pid", "right"), ("state", "left"), ("cores", "right"))
+        for title, justify in columns:
             table.add_column(title, justify=justify, no_wrap=True)  # type: ignore[arg-type]
         table.add_column("", no_wrap=True, width=COLUMNS)
         table.add_column("memory", justify="right", no_wrap=True)
@@ -90,6 +91,7 @@ class Top:
             table.add_row(
                 str(worker.rank),
                 worker.node,
+                str(doing.pid or "") if doing else "",
                 STATES.get(doing.state, doing.state) if doing else "",
                 f"{self.now[worker.rank]:.1f}" if worker.rank in self.now else "",
                 self.cpu[worker.rank].curve(),

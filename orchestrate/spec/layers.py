@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from orchestrate.console import quoted
+from orchestrate.console import called, quoted
 from orchestrate.errors import UsageError
 from orchestrate.spec import command, strict_yaml
 from orchestrate.spec.redact import is_secret
@@ -150,6 +150,9 @@ def read_file(path: Path) -> dict[str, Any]:
 
 def layer(text: str, path: Path) -> dict[str, Any]:
     """Parse the text of a job file into a layer; raises UsageError with the location of the error."""
+    if re.search(r"^services:[ \t]*(?:#.*)?$", text, re.M):  # a mapping; that of a job is a path
+        what = f"{path} is a Compose file, not a job file"
+        raise UsageError(what, f"write its job as keys: {called()} help compose.md")
     try:
         value, places = strict_yaml.parse(text, TEXTS)
     except yaml.MarkedYAMLError as error:

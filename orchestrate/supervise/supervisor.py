@@ -17,6 +17,8 @@ from orchestrate.supervise.generation import Generation
 from orchestrate.supervise.nodes import Nodes
 from orchestrate.supervise.policy import decide
 
+WORTH = 10.0  # seconds of a generation whose loss is worth a warning
+STARTS_OVER = "$JOB_DIR/checkpoints is empty: unless the script saves elsewhere, it starts over"
 ABANDONED = "they did not end in time after a request to stop"
 
 
@@ -121,9 +123,16 @@ class Supervisor:
         self.emit(events.RestartDecided(decision.restart, decision.why, decision.delay))
         if not decision.restart:
             raise Over(JobResult(Outcome.FAILED, decision.why))
+        if self._starts_over():
+            self.job.warn(STARTS_OVER)
         self.job.go_on()
         if self.job.sleep(decision.delay):
             self.job.go_on()
+
+    def _starts_over(self) -> bool:
+        """Whether the first generation that failed after a while has left nothing from which the script continues."""
+        long = [ended for ended in self.history.ended if ended.cause and ended.lasted > WORTH]
+        return long == [self.history.ended[-1]] and not self.files.saved()
 
     def _run_generation(self) -> GenerationResult:
         """Run the next generation to its end; raises Over, and EngineError if the first one cannot start."""

@@ -18,7 +18,8 @@ WORLDS = pytest.StashKey[Any]()  # of `session.Worlds`
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the options of the plug-in."""
     group = parser.getgroup("nodes", "tests on every rank of a job")
-    group.addoption("--nodes-engine", default="process", help="engine of the jobs: process (default) or docker")
+    engines = ["process", "docker"]
+    group.addoption("--nodes-engine", default="process", choices=engines, help="engine of the jobs (default: process)")
     group.addoption(
         "--nodes-runs", metavar="FOLDER", help="folder for their run directories (default: a temporary one)"
     )

@@ -49,6 +49,7 @@ class Rank:
         self.errors: list[str] = []  # of the collection
         self.reports: list[Any] = []
         self.warnings: list[Any] = []
+        self.failed = 0.0  # when the test failed, in seconds since 1970; 0 if it has not
         self.number = 0
         self.bound = socket.socket()
         self.stores: list[Any] = []
@@ -72,7 +73,7 @@ class Rank:
         self.done([], self.errors)
         while asked := self.asked():
             item = items.get(asked["item"])
-            self.reports, self.warnings, following = [], [], items.get(asked["next"])
+            self.reports, self.warnings, self.failed, following = [], [], 0.0, items.get(asked["next"])
             os.environ |= {"MASTER_PORT": str(asked["port"]), "TORCHELASTIC_USE_AGENT_STORE": str(asked["hosted"])}
             if item:
                 session.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
@@ -83,6 +84,8 @@ class Rank:
         """Keep the report of a phase of the test."""
         config = self.config
         self.reports.append(config.hook.pytest_report_to_serializable(config=config, report=report))
+        if report.failed and not self.failed:
+            self.failed = getattr(report, "stop", 0.0) or now()  # before its traceback was made, which takes a while
         if report.failed and report.when != "teardown":  # which may wait for ranks that wait for this one
             self.write(
                 {"reports": self.reports, "errors": [], "warnings": [], "port": 0, "hosted": False, "done": False}
@@ -122,7 +125,7 @@ class Rank:
         """Write a result, whole or so far."""
         path = f"{HERE}/results/{self.number}-{RANK}.json"
         with open_(f"{path}.new", "w") as file:
-            dump({**result, "time": now()}, file, default=str)
+            dump({**result, "time": self.failed or now()}, file, default=str)
         replace(f"{path}.new", path)
 
     def store(self) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from orchestrate import console
+from orchestrate.supervise.diagnosis.root_cause import COMPLAINT
 from orchestrate.supervise.hang import late
 from orchestrate.supervise.stacks import grouped, position
 
@@ -19,6 +20,8 @@ MAX_WARNINGS = 100  # of a test on one rank
 MAX_DEPTH = 50  # of lists and dictionaries in a result; a worker of xdist sends it on
 MAX_TEXT = 200  # characters that are shown of another rank's error
 ADDRESS = re.compile(r" ?(?:\[[0-9a-f.:]+\]|(?:[0-9]+\.){3}[0-9]+):[0-9]+")  # of a peer, which differs among ranks
+STREAMS = ("Captured stdout", "Captured stderr")
+LOST = "lost its connection to another rank"
 UNEXPECTED = "[XPASS(strict)]"
 
 
@@ -36,7 +39,7 @@ class Ran(NamedTuple):
     """What one rank has reported of a test."""
 
     reports: Mapping[str, pytest.TestReport]  # by phase
-    time: float  # when it ended, in seconds since 1970
+    time: float  # when it failed, or else when it ended, in seconds since 1970
     store: Mapping[str, int]  # port of torch's store for the next test, and whether it is there already
     done: bool  # whether it has ended the test, with its fixtures
     error: str  # why the rank could not collect the test; empty if it could
@@ -103,10 +106,13 @@ def _checked(report: Any) -> pytest.TestReport:
     return report
 
 
-def merged(item: pytest.Item, ran: Mapping[int, Ran], missing: Mapping[int, str]) -> list[pytest.TestReport]:
+def merged(
+    item: pytest.Item, ran: Mapping[int, Ran], missing: Mapping[int, str], output: Callable[[int], str]
+) -> list[pytest.TestReport]:
     """Return one report for each phase: that of the rank that has failed first, with a line about the others.
 
-    `missing` says what ranks do that have not ended the test.
+    `missing` says what ranks do that have not ended the test; `output` returns what a rank and its child processes have
+    printed.
     """
     chosen = []
     for phase in PHASES:
@@ -119,6 +125,8 @@ def merged(item: pytest.Item, ran: Mapping[int, Ran], missing: Mapping[int, str]
             report.duration = max(each.duration for each in here.values())
             if report.failed:
                 _explain(report, rank, outcomes({other: each for other, each in ran.items() if other != rank}, missing))
+                kept = [each for each in report.sections if not each[0].startswith(STREAMS)]
+                report.sections = [*kept, *_printed({rank: output(rank)})]
             chosen.append(report)
     return chosen
 
@@ -139,7 +147,19 @@ def _choose(here: Mapping[int, pytest.TestReport], ends: Mapping[int, float]) ->
     if expected:
         failed = [rank for rank in failed if not here[rank].longreprtext.startswith(UNEXPECTED)]
     passed = [rank for rank, each in here.items() if each.passed]
-    return min(failed, key=lambda rank: (ends[rank], rank)) if failed else (expected or passed or [*here])[0]
+    if not failed:
+        return (expected or passed or [*here])[0]
+    return min(failed, key=lambda rank: (_complains(here[rank]), ends[rank], rank))
+
+
+def _complains(report: pytest.TestReport) -> bool:
+    """Whether a failure is about another rank that is gone, and so cannot be the first."""
+    return bool(COMPLAINT.search(_message(report)))
+
+
+def lost_others(ran: Mapping[int, Ran]) -> bool:
+    """Whether all failures are about other ranks that are gone."""
+    return all(_complains(failure) for each in ran.values() if (failure := each.failure()))
 
 
 def outcomes(ran: Mapping[int, Ran], missing: Mapping[int, str] | None = None) -> str:
@@ -152,14 +172,15 @@ def outcomes(ran: Mapping[int, Ran], missing: Mapping[int, str] | None = None) -
 
 def _outcome(ran: Ran) -> str:
     if failure := ran.failure():
-        return f"failed: {_message(failure)}"
+        return f"failed: {LOST if _complains(failure) else _message(failure)}"
     return "skipped" if any(each.skipped for each in ran.reports.values()) else "passed"
 
 
 def _message(report: pytest.TestReport) -> str:
     crash = getattr(report.longrepr, "reprcrash", None)
     text = crash.message if crash else str(report.longrepr)
-    return ADDRESS.sub("", (text.strip().splitlines() or [""])[0])[:MAX_TEXT]
+    line = ADDRESS.sub("", (text.strip().splitlines() or [""])[0])
+    return line if len(line) <= MAX_TEXT else f"{line[:MAX_TEXT]}…"
 
 
 def places(ranks: list[int], stacks: Mapping[int, str]) -> dict[int, str]:
@@ -201,8 +222,19 @@ def _explain(report: pytest.TestReport, rank: int, others: str) -> None:
         report.longrepr = "\n".join(filter(None, (f"rank {rank}: {shown}", others)))
 
 
-def unfinished(item: pytest.Item, text: str, when: str = "call") -> list[pytest.TestReport]:
-    """Return the reports of a test that no rank has ended, or that could not start; `text` says why."""
+def _printed(output: Mapping[int, str]) -> list[tuple[str, str]]:
+    """Return the sections of a report with what ranks have printed."""
+    return [(f"Captured output of rank {rank}", text) for rank, text in output.items() if text]
+
+
+def unfinished(
+    item: pytest.Item, text: str, when: str = "call", output: Mapping[int, str] = {}
+) -> list[pytest.TestReport]:
+    """Return the reports of a test that no rank has ended, or that could not start; `text` says why.
+
+    `output` is what ranks have printed.
+    """
+    sections = _printed(output)
     made = []
     for phase in PHASES:
         failed = phase == when
@@ -215,6 +247,7 @@ def unfinished(item: pytest.Item, text: str, when: str = "call") -> list[pytest.
                     "failed" if failed else "passed",
                     text if failed else None,
                     phase,  # type: ignore[arg-type]
+                    sections if failed else (),
                 )
             )
     return made

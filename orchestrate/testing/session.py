@@ -121,20 +121,22 @@ class Worlds:
             known = {"warning_message": message, "when": "runtest", "nodeid": item.nodeid, "location": None}
             self.config.hook.pytest_warning_recorded.call_historic(kwargs=known)
         if world.whole(ran):
-            return reports.merged(item, ran, {})
+            return reports.merged(item, ran, {}, world.output)
         missing = [rank for rank in range(world.size) if rank not in ran]
         stacks = self._give_up()
         ended = world.why_ended()  # a rank may have crashed just before
-        merged = [] if ended else reports.merged(item, ran, reports.places(missing, stacks))
+        left = [rank for rank in missing if rank in world.left]  # without an error, as by os._exit(0)
+        crashed = ended or (left and reports.lost_others(ran))
+        merged = [] if crashed else reports.merged(item, ran, reports.places(missing, stacks), world.output)
         if found := [each for each in merged if each.failed]:  # after a crash, others fail because of it
             return found
-        left = [rank for rank in missing if rank in world.left]  # without an error, as by os._exit(0)
-        gone = f"{reports.named(left)} ended without a result" if left else ""
+        gone = "; ".join(f"rank {rank} exited with code {world.left[rank]} during the test" for rank in left)
         what = ended or gone or f"{reports.named(missing)} did not end within {limit:g} s"
         waiting = [rank for rank in missing if rank in stacks or not (ended or rank in left)]
         parts = what, reports.stacks(stacks, waiting), reports.outcomes(ran)
         in_setup = waiting and all(SETUP in stacks.get(rank, "") for rank in waiting)
-        return reports.unfinished(item, "\n".join(filter(None, parts)), "setup" if in_setup else "call")
+        output = {} if ended else {rank: world.output(rank) for rank in missing}
+        return reports.unfinished(item, "\n".join(filter(None, parts)), "setup" if in_setup else "call", output)
 
     def _read(self, data: Any) -> reports.Ran:
         load = self.config.hook.pytest_report_from_serializable
@@ -209,6 +211,8 @@ class Worlds:
         """What ranks need to collect the same tests."""
         options = {name: value for name, value in vars(self.config.option).items() if _is_plain(value)} | ONCE
         options.pop("file_or_dir", None)  # which pytest parses
+        if options["capture"] != "no":  # output is in the log, too, for a rank that does not end the test
+            options["capture"] = "tee-sys"
         options["plugins"] = [name for name in self.config.getoption("plugins") if name not in BLOCKED]
         options["rootdir"] = "."
         if self.config.inipath:

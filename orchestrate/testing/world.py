@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from orchestrate import console
 from orchestrate.api.function import Program
 from orchestrate.api.job import Cluster, Job, JobFailed
 from orchestrate.errors import OrchestrateError
-from orchestrate.files.paths import WORK
+from orchestrate.files.paths import WORK, log
 from orchestrate.node import checks
 from orchestrate.plan import imports
 from orchestrate.record import run_dir
@@ -28,10 +29,11 @@ PATIENCE = 2.0  # seconds that other ranks get after one has failed: most have f
 SHORTEST, LONGEST = 0.001, 0.02  # seconds between two looks for results
 LOOK = 0.25  # seconds between two looks at the job
 MAX_MESSAGES = 4 << 10  # last characters of the messages that an error refers to
-MAX_STACKS = 1 << 16  # bytes of the stacks of a rank
+MAX_STACKS, MAX_OUTPUT = 1 << 16, 1 << 14  # bytes of the stacks of a rank, and of what it has printed
 MAX_RESULT, MAX_VALUES = 16 << 20, 500_000  # bytes and values of a result of a rank
 SCRIPT = Path(__file__).with_name("rank.py")
-DEFAULTS = {"gpus": "none", "max_restarts": 0, "hang_after": None, "grace": 1}
+# Nodes end soon if pytest was killed.
+DEFAULTS = {"gpus": "none", "max_restarts": 0, "hang_after": None, "grace": 1, "keep": "30s"}
 
 
 class Broken(Exception):
@@ -67,11 +69,11 @@ class World:
         files = {"rank.py": SCRIPT.read_bytes(), "tests.json": json.dumps(tests, default=str).encode()}
         program, options = Program(imports.COPIED[1:], files), {"name": "tests", **settings}
         self._job: Job = cluster._start(program, (), options, bound=True, tell=False)
-        self.left: set[int] = set()  # ranks that have ended, although they were asked for another test
+        self.left: dict[int, int] = {}  # exit codes of ranks that have ended, although they were asked for another test
         self._folder, self._read = self._job._paths.folder, read
         plan = run_dir.load(self._job._paths)[1]
         self.size, self._roots = plan.world_size, (f"{root}/", f"{plan.placement.job_dir}/{WORK}/")
-        self._number = 0
+        self._number, self._logged = 0, dict[int, int]()  # the request, and bytes in the log of each rank before it
         ready = self._results(time.monotonic() + START_LIMIT)
         if not self.whole(ready):
             what = self.why_ended() or f"ranks did not collect the tests within {START_LIMIT:g} s"
@@ -85,6 +87,7 @@ class World:
         they did not end within PATIENCE after it. Raises Broken.
         """
         self._number += 1
+        self._logged = {rank: self._log_size(rank) for rank in range(self.size)}
         request = {"number": self._number, "test": {"item": item, "next": following, **self._store}}
         try:
             self._folder.write("test.json", json.dumps(request))
@@ -108,8 +111,8 @@ class World:
                 return found
             if now > look:
                 ended, look = bool(self._job.outcome), now + LOOK
-                if gone := self._ended() - self.left:
-                    self.left |= gone
+                before, self.left = self.left, self._ended()
+                if self.left.keys() - before:
                     deadline = min(deadline, now + PATIENCE)
             time.sleep(delay)
             delay = min(delay * 1.1, LONGEST)
@@ -129,9 +132,10 @@ class World:
         except (OSError, ValueError, RecursionError) as error:
             raise Broken(f"the result of rank {rank} cannot be read: {error}") from None
 
-    def _ended(self) -> set[int]:
-        """Return the ranks that have ended."""
-        return {event.rank for event in run_dir.history(self._job._paths) if isinstance(event, WorkerEnded)}
+    def _ended(self) -> dict[int, int]:
+        """Return the exit codes of the ranks that have ended."""
+        ends = [event for event in run_dir.history(self._job._paths) if isinstance(event, WorkerEnded)]
+        return {event.rank: event.exit_code for event in ends}
 
     def why_ended(self) -> str:
         """Return why the job has ended; empty if it has not, or was stopped."""
@@ -158,6 +162,18 @@ class World:
         with contextlib.redirect_stderr(io.StringIO()):
             self._job.stop()
         return {rank: text for rank in range(self.size) if (text := self._stacks(rank))}
+
+    def output(self, rank: int) -> str:
+        """Return the end of what a rank has printed in the last test."""
+        with contextlib.suppress(OSError), self._job._paths.folder.open(log(rank)) as file:
+            file.seek(max(self._logged.get(rank, 0), os.fstat(file.fileno()).st_size - MAX_OUTPUT))
+            return console.clean(file.read(MAX_OUTPUT).decode(errors="replace"), colors=True)
+        return ""
+
+    def _log_size(self, rank: int) -> int:
+        with contextlib.suppress(OSError), self._job._paths.folder.open(log(rank)) as file:
+            return os.fstat(file.fileno()).st_size
+        return 0
 
     def _stacks(self, rank: int) -> str:
         """Return what a rank has written on SIGTERM; the folder has been moved by then."""

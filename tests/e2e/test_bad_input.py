@@ -103,7 +103,7 @@ def test_without_an_engine_auto_must_run_local_processes_with_a_one_line_notice(
     first = done.stderr.splitlines()[0]
     assert first == (
         "cannot connect to Docker at unix:///nowhere.sock: no such file or directory; "
-        "running as local processes, without isolation. Start Docker to use containers."
+        "running as local processes, without isolation. Start Docker to use containers, or set --engine process."
     )
 
 

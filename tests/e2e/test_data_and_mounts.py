@@ -1,9 +1,11 @@
 """What nodes see of the folders that a job names: data and mounts."""
 
 import os
+import subprocess
 import textwrap
 
 import pytest
+from support.exports import make_folder
 
 SCRIPT = textwrap.dedent("""
     import os, pathlib, sys
@@ -62,10 +64,25 @@ def test_a_cluster_must_have_the_mounts_of_its_jobs(given, docker_engine, nothin
     assert given("down", "cluster").returncode == 0
 
 
-@pytest.mark.parametrize("target", ["kubernetes", "slurm", "compose"])
-def test_folders_of_this_machine_must_not_be_exported(given, target):
+@pytest.mark.parametrize("target", ["kubernetes", "slurm"])
+def test_folders_of_this_machine_must_not_be_exported_to_others(given, target):
     done = given("export", target, "--gpus", "none", "--data", "train=data", "uses.py")
-    assert (done.returncode, "data and mounts are for this machine only" in done.stderr) == (2, True)
+    assert (done.returncode, "exported only to Compose" in done.stderr) == (2, True)
+
+
+@pytest.mark.docker
+def test_data_must_be_exported_to_compose(given, docker_engine, tmp_path):
+    options = ("--gpus", "none", "--trainers", "1", "--name", "exported", "--data", "train=data")
+    done = given("export", "compose", *options, "uses.py", "$DATA_TRAIN")
+    assert done.returncode == 0, done.stderr
+    (file := tmp_path / "exported.yml").write_text(done.stdout)
+    make_folder(done.stdout)
+    compose = ["docker", "compose", "--file", str(file)]
+    try:
+        up = subprocess.run([*compose, "up"], capture_output=True, text=True, timeout=120)
+        assert up.returncode == 0 and up.stdout.count("argument True data ['a'] data/a") == 2, up.stdout
+    finally:
+        subprocess.run([*compose, "down", "--volumes"], capture_output=True, timeout=120, check=True)
 
 
 LINKS = """

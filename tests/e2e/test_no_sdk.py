@@ -22,7 +22,7 @@ def test_local_processes_must_run_without_the_sdk_and_all_commands_must_find_the
     assert done.returncode == 0
     assert done.stderr.splitlines()[0] == (
         "the Python package docker is missing; running as local processes, without isolation. "
-        f"I{HINT[1:]} to use containers."
+        f"I{HINT[1:]} to use containers, or set --engine process."
     )
     name = bare.run_dir().name
     for arguments in (

@@ -55,6 +55,7 @@ def test_workers(rank, world_size):
 @pytest.mark.nodes(2)
 def test_values(rank):
     print("rank", rank, "prints")
+    os.system("echo a child of rank $RANK prints")
     values = {"a": rank}
     assert values == {"a": 0}
 
@@ -71,6 +72,7 @@ def test_one_fails_and_one_waits(rank):
 
 @pytest.mark.nodes(2)
 def test_crashes(rank):
+    print("rank", rank, "is about to crash")
     meet("crash", rank)
     if rank:
         os.kill(os.getpid(), 9)
@@ -88,6 +90,7 @@ def test_crashes_and_its_peer_notices(rank):
 
 @pytest.mark.nodes(2, timeout=5)
 def test_hangs(rank):
+    print("rank", rank, "is about to hang")
     if rank:
         time.sleep(1000)
     time.sleep(1000)
@@ -216,7 +219,8 @@ def test_the_rank_that_failed_first_must_be_shown_with_values_and_output(whole):
     shown = section(whole[0], "test_values")
     assert "E       AssertionError: assert {'a': 1} == {'a': 0}" in shown
     assert "rank 1: failed first, as shown; rank 0: passed" in shown
-    assert shown.endswith("rank 1 prints") and "rank 0 prints" not in shown
+    assert re.search(r" Captured output of rank 1 -+\nrank 1 prints\na child of rank 1 prints\Z", shown)
+    assert "rank 0 prints" not in shown
     assert "FAILED test_it.py::test_values - rank 1: AssertionError: assert" in whole[0]
     assert re.search(r"rank (\d): failed first, as shown; rank (?!\1)\d: failed: ", section(whole[0], "test_all_fail"))
 
@@ -234,6 +238,9 @@ def test_what_ranks_do_that_do_not_end_a_test_must_be_shown(whole):
     assert hangs[0] == "ranks 0, 1 did not end within 5 s"
     assert re.fullmatch(r"rank 0 is not where the others are, but at test_it.py:\d+ in test_hangs; .*", hangs[1])
     assert len([line for line in hangs if "in test_hangs" in line]) == 3
+    for rank in "01":
+        assert re.search(rf" Captured output of rank {rank} -+\nrank {rank} is about to hang$", "\n".join(hangs), re.M)
+    assert "    rank 1 is about to crash" in section(whole[0], "test_crashes")
     assert re.search(r"File \"test_it.py\", line \d+ in waits$", section(whole[0], "test_hangs_in_a_fixture"), re.M)
 
 

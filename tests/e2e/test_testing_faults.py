@@ -36,11 +36,20 @@ def first(cli):
 @pytest.mark.parametrize(
     ("lines", "shown"),
     [
-        (["os._exit(0) if rank else time.sleep(1000)"], "rank 1 ended without a result\nrank 0:\n"),
+        (["os._exit(0) if rank else time.sleep(1000)"], "rank 1 exited with code 0 during the test\nrank 0:\n"),
+        (
+            ["os._exit(0) if rank else time.sleep(1)", "raise OSError('Connection reset by peer')"],
+            "rank 1 exited with code 0",
+        ),
+        (
+            ["if rank:", "  try: assert not 'the cause'", "  finally: time.sleep(1)", "time.sleep(.5)"]
+            + ["raise OSError('Connection closed by peer [::1]:9')"],
+            "rank 1: failed first, as shown; rank 0: failed: lost its connection to another rank",
+        ),
         (["if rank: raise KeyboardInterrupt", "time.sleep(1000)"], "rank 1 on trainer-1 was killed by SIGINT"),
         (["import shutil", "shutil.rmtree(f'{os.environ[\"JOB_DIR\"]}/results')"], "exited with code 3\n"),
     ],
-    ids=["exit", "interrupt", "results"],
+    ids=["exit", "peer", "order", "interrupt", "results"],
 )
 def test_a_rank_that_leaves_must_end_the_test_long_before_its_timeout(first, lines, shown):
     assert shown in first(*lines)

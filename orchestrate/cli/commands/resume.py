@@ -44,6 +44,8 @@ def run(args: argparse.Namespace) -> int:
     job = resume.resume(paths)
     if not options.quiet(args):
         print_message(str(job.plan))
+        if job.plan.engine == "process":
+            print_message("workers get the variables of this shell, and those of -e as before")
     if args.detach or job.plan.engine == "slurm":
         with job.claim:
             prepare.hand_over(job)

@@ -43,7 +43,10 @@ def run(args: argparse.Namespace) -> int:
         from orchestrate.cli.commands import resume  # only here: it takes time to import
 
         return resume.run(args)
-    return show_plan(args) if args.dry_run else _start(args)
+    if args.dry_run:
+        return show_plan(args)
+    with result.prepared(args):
+        return _start(args)
 
 
 def show_plan(args: argparse.Namespace) -> int:
@@ -63,7 +66,6 @@ def _start(args: argparse.Namespace) -> int:
     stdin = _read_stdin() if spec.stdin else None
     job = prepare.prepare(spec, args.runs)
     _tell_of_example(args, spec)
-    result.prepare(args)
     display.style_of(args, job.plan)  # before there is a job: its options may be wrong
     on_slurm = job.plan.engine == "slurm"  # whose queue outlives this command
     stops = signals.count(spec) if not (args.detach or on_slurm) else lambda: 0

@@ -34,7 +34,7 @@ def given_mounts(spec: JobSpec, runs: Path) -> list[dict[str, Any]]:
     targets: list[str] = []
     for mount in wanted_mounts(spec):
         source = writable.resolved(mount.source)
-        _check_source(source, runs, spec)
+        _check_source(source, runs, spec, mount.writable)
         if mount.writable and any(source in (each, *each.parents) or each in source.parents for each in _caches()):
             hint = "mount a folder in it that is not orchestrate's, or read-only"
             raise UsageError(f"{source} cannot be mounted writable: orchestrate runs programs from its cache", hint)
@@ -56,7 +56,7 @@ def identities(spec: JobSpec) -> dict[str, str]:
     return {target: writable.found(source) for target, (source, _) in found.items()}
 
 
-def _check_source(source: Path, runs: Path, spec: JobSpec) -> None:
+def _check_source(source: Path, runs: Path, spec: JobSpec, written: bool) -> None:
     if not is_text(str(source)):
         raise UsageError(f"{ascii(str(source))} cannot be mounted: its name is not UTF-8", "rename it")
     if source == Path("/") or is_kernels(source) or any(source.is_relative_to(folder) for folder in SYSTEM):
@@ -72,6 +72,11 @@ def _check_source(source: Path, runs: Path, spec: JobSpec) -> None:
     if user and not users.can_read(source, *user):
         raise UsageError(
             f"nodes run as user {user[0]}, who cannot read {source}", f"chmod -R a+rX {source}; or --set user=root"
+        )
+    if user and written and not users.can_write(source, *user):
+        raise UsageError(
+            f"nodes run as user {user[0]}, who cannot write to {source}",
+            f"chown -R {user[0]}:{user[1]} {source}; or mount it read-only, without :rw; or --set user=root",
         )
 
 

@@ -10,7 +10,6 @@ import docker.errors
 from docker.utils import parse_repository_tag
 
 from orchestrate.console import clean, during, phase, print_message
-from orchestrate.engines import check_cache
 from orchestrate.engines.base import SWARMS, ignoring
 from orchestrate.engines.docker import folders, helper_containers, mounts, packages, probe, toolkit
 from orchestrate.engines.docker.client import Daemon, reason
@@ -71,7 +70,7 @@ def inventory(daemon: Daemon, spec: JobSpec, run: Path, run_image: bool) -> tupl
             why = probe.gpu_problem(daemon, spec.image, run, python, offered.gpus)
         else:
             why = (has_image(daemon, spec.image) and probe.known_problem(daemon, spec.image, offered.gpus)) or ""
-        offered = Offer(why=f"{spec.image} cannot use the GPUs: {why}{check_cache.AGAIN}") if why else offered
+        offered = Offer(why=f"{spec.image} cannot use the GPUs: {why}") if why else offered
     if run.name == NODES:
         mounts.node_mounts(run, Path.cwd())  # a cluster runs no command
     else:

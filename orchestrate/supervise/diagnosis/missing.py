@@ -50,6 +50,8 @@ def module(name: str, plan: Plan) -> str:
     for folder in _folders(code):
         if _holds(code / folder, top):
             return f"{top} is in {folder}/, which Python does not search: -e PYTHONPATH={folder}"
+    if top in ("torch", "torchvision") and not plan.contained:
+        return f"{name} is neither in your folder nor installed: {plan.placement.python} -m pip install {top}"
     if top in PROJECTS:
         where = "in the image" if plan.contained else "installed"
         return (

@@ -34,7 +34,10 @@ MODULE = ("-m", "a.b", "--lr", "0.1")
 )
 def test_the_jobs_command_must_begin_where_our_options_end(monkeypatch, arguments, own):
     monkeypatch.setenv("A", "b")
-    assert vars(parse(arguments.split())) == vars(parse(own.split())) | {"script": SCRIPT}
+    assert vars(parse(arguments.split())) == vars(parse(own.split())) | {
+        "script": SCRIPT,
+        "separated": "--" in arguments.split(),
+    }
 
 
 @pytest.mark.parametrize("arguments", ["-m a.b --lr 0.1", "--gpus none -m a.b --lr 0.1", "-- -m a.b --lr 0.1"])

@@ -78,3 +78,15 @@ def test_what_is_not_a_file_must_be_refused_before_there_is_a_job_and_kept(do, r
         assert code == 2 and "is not a file" in err[-2], err
     assert do("run", "--detach", "--junit-xml", tmp_path / "x", *APP)[0] == 2
     assert (tmp_path / "link").is_symlink() and not [*runs.glob("*/plan.json")]
+
+
+def test_a_job_that_cannot_start_must_be_an_error_with_its_reason(do, tmp_path, monkeypatch):
+    file = tmp_path / "junit.xml"
+    monkeypatch.chdir(tmp_path)
+    assert do("run", "--junit-xml", file, "nope.py")[0] == 2
+    (suite,) = ET.parse(file).getroot()
+    assert (suite.get("name"), suite.get("errors"), suite.get("failures")) == ("nope", "1", "0")
+    error = suite.find("testcase/error")
+    assert error is not None and "nope.py" in str(error.get("message")) and "hint: " in str(error.text)
+    assert do("run", "--name", "digits", "--set", "trainers=x", "--junit-xml", file, "-m", "app.train")[0] == 2
+    assert ET.parse(file).getroot()[0].get("name") == "digits"

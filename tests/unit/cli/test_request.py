@@ -25,14 +25,22 @@ def test_without_a_script_the_example_must_be_named(planned):
     assert planned("train.py") == []
 
 
-@pytest.mark.parametrize("word", ["--nodes", "--trainers=2", "--dry-run", "--engine"])
+@pytest.mark.parametrize("word", ["--nodes", "--trainers=2", "--engine"])
 def test_options_after_the_script_must_be_pointed_out(planned, word):
     assert planned("train.py", word, "3") == [
-        f"warning: {word} comes after the script, and so is an argument of the script"
+        f"warning: {word} comes after the script, and so is an argument of the script "
+        "(python -m orchestrate plan [options] train.py …)"
     ]
     assert planned("train.py", "--lr", "3", "--node", "--gpus") == []
     for start in (["torchrun"], ["python", "-m", "torch.distributed.run"]):
         assert planned(*start, "--nproc-per-node", "2", "train.py") == []
+
+
+def test_a_dry_run_must_not_become_a_run_because_of_the_order_of_words(do, planned):
+    status, _, (error, hint) = do("plan", "train.py", "--dry-run")
+    assert (status, error) == (2, "error: --dry-run comes after the script")
+    assert hint.startswith("hint: python -m orchestrate plan [options] train.py …; ")
+    assert planned("--", "train.py", "--dry-run")[0].startswith("warning: --dry-run comes after the script")
 
 
 def test_flags_of_torchrun_that_have_no_effect_must_be_named_with_what_to_use_instead(planned, tmp_path):

@@ -37,19 +37,19 @@ def test_the_table_must_show_what_each_worker_uses():
     top = Top(plan(JobSpec(trainers=2), HERE, "digits-4f2a"), cores=4.0)
     for second in range(1, 4):
         found = {
-            0: Activity("R", 4.0 * second, 1 << 30),
+            0: Activity("R", 4.0 * second, 1 << 30, pid=4711),
             1: Activity("S", 1.0 - second, 1 << 20),
             7: Activity("R", 1.0),
         }
         top.record(2.0 * second, found)
     top.record(6.0, {0: Activity("R", 99.0, 0)})  # no new sample
     assert drawn(top) == [
-        ["rank", "node", "state", "cores", "memory"],
-        ["0", "master", "running", "2.0", "▅▅", "1", "GiB"],
+        ["rank", "node", "pid", "state", "cores", "memory"],
+        ["0", "master", "4711", "running", "2.0", "▅▅", "1", "GiB"],
         ["1", "trainer-1", "sleeping", "0.0", "▁▁", "1", "MiB"],
         ["2", "trainer-2"],
     ]
-    assert drawn(top, height=1)[1:] == [["0", "master", "running", "2.0", "▅▅", "1", "GiB"], ["and", "2", "more"]]
+    assert drawn(top, height=1) == [*drawn(top)[:2], ["and", "2", "more"]]
     assert drawn(top, height=0) == drawn(top, height=1)
     top.record(8.0, {0: Activity("I", 12.0), 2: Activity("R", 0.0)})
     top.record(10.0, {0: Activity("I", 12.0), 2: Activity("R", 8.0)})
@@ -90,7 +90,7 @@ def test_gpus_must_be_shown_if_they_are_known():
     workers = dataclasses.replace(first, gpu="GPU-a"), dataclasses.replace(second, gpu="GPU-c")
     top = Top(dataclasses.replace(job, gpus=("GPU-a", "GPU-c"), workers=workers), cores=4.0)
     top.take_gpus({"GPU-b": (1.0, 1 << 30)})  # of another job
-    assert drawn(top)[0] == ["rank", "node", "state", "cores", "memory"]
+    assert drawn(top)[0] == ["rank", "node", "pid", "state", "cores", "memory"]
     for share, memory in [*[(0.95, 1)] * (COLUMNS - 1), (0.37, 3)]:
         top.take_gpus({"GPU-a": (share, memory << 30), "GPU-b": (1.0, 1 << 30)})
     curve = "█" * (COLUMNS - 1) + "▃"

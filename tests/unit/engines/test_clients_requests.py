@@ -53,7 +53,7 @@ def test_what_a_worker_has_used_must_be_in_its_exit_and_its_activity(nodes):
     assert [end.use for end in nodes.wait(1)] == [USED]
     doing = {"1": {"state": "R", "cpu": 2.5, "memory": 9}}
     nodes.fakes["node-1"].knows(running=doing, uses={"1": dataclasses.asdict(USED)})
-    assert nodes.activity() == {1: Activity("R", 2.5, 9, USED)}
+    assert nodes.activity() == {1: Activity("R", 2.5, 9, USED, pid=7)}
 
 
 def test_a_node_must_not_end_the_worker_of_another_node(nodes):

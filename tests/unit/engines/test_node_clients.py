@@ -259,7 +259,7 @@ def test_the_activity_of_workers_must_be_what_their_nodes_report_now(nodes, monk
     nodes.clock = clock
     monkeypatch.setattr(nodes, "listen", lambda timeout: (listen(0), clock.sleep(timeout)))
     began = clock.now
-    assert nodes.activity() == {0: Activity("S", 1.5), 1: Activity("R", 0.0)}
+    assert nodes.activity() == {0: Activity("S", 1.5, pid=7), 1: Activity("R", 0.0, pid=8)}
     assert nodes.activity() == {}  # an earlier answer does not count
     assert clock.now - began < 3  # the limit for nodes that do not answer
 
@@ -381,7 +381,7 @@ def test_a_node_must_be_trusted_only_about_its_own_workers(nodes):
     nodes.fakes["node-0"].knows(running={"0": busy, "1": busy | {"cpu": 99.0}})
     nodes.fakes["node-1"].knows(running={"1": busy})
     nodes.fakes["node-2"].knows()
-    assert nodes.activity() == {0: Activity("R", 5.0), 1: Activity("R", 5.0)}
+    assert nodes.activity() == {0: Activity("R", 5.0, pid=7), 1: Activity("R", 5.0, pid=7)}
 
 
 def test_nodes_must_count_as_warm_only_after_their_imports(nodes):

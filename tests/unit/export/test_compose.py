@@ -90,6 +90,23 @@ def test_other_users_must_not_be_able_to_enter_the_run_directory(tmp_path, monke
     assert (job.st_uid, job.st_gid) == (users.nodes_of(JobSpec().user) or (os.getuid(), os.getgid()))
 
 
+def test_folders_of_this_machine_must_be_mounted_and_the_working_directory_kept(tmp_path, monkeypatch):
+    code, data = tmp_path / "code", tmp_path / "a$b"
+    (code / "src").mkdir(parents=True)
+    data.mkdir()
+    monkeypatch.chdir(code)
+    for folder in (tmp_path, data):
+        folder.chmod(0o755)
+    file = exported(data={"train": str(data)}, mounts=[f"{data}:/models:rw"], chdir="src", user="root")
+    source = str(data).replace("$", "$$")
+    for role in NODES:
+        node = file["services"][role]
+        for target, fixed in (("/data/train", True), ("/models", False)):
+            assert {**bind(Path(source), target), "read_only": fixed} in node["volumes"]
+        assert (node["working_dir"], node["environment"]["DATA_TRAIN"]) == ("/workspace/src", "/data/train")
+    assert exported()["services"]["master"]["working_dir"] == "/workspace"
+
+
 def replacements(run: Path, elsewhere: Path) -> list[Callable[[], object]]:
     """Ways in which a clone can replace a run directory."""
     return [

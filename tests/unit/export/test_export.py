@@ -51,8 +51,10 @@ def test_workers_and_gpus_must_be_derived_from_the_job(options, workers, gpus):
         ({"dockerfile": "image"}, "pip, requirements and dockerfile"),
         ({"checkpoints": "s3://a"}, "checkpoints and output need orchestrate"),
         ({"output": "s3://a"}, "checkpoints and output need orchestrate"),
-        ({"data": {"train": "/a"}}, "data and mounts"),
-        ({"mounts": "/a:/b"}, "data and mounts"),
+        ({"data": {"train": "/a"}}, "data, mounts and chdir are exported only to Compose"),
+        ({"mounts": "/a:/b"}, "data, mounts and chdir are exported only to Compose"),
+        ({"chdir": "a"}, "data, mounts and chdir are exported only to Compose"),
+        ({"data": {"train": "s3://a/b"}}, "data in an object store"),
         ({"source": "git+https://host/a"}, "a source in a Git repository"),
         ({"secrets": {"A": "env"}}, "secrets as files"),
         *(

@@ -186,7 +186,7 @@ def test_no_more_time_may_be_lost_than_there_was(value):
     rows = [{"step": 1, "save_seconds": value, "rank_seconds": [value, 0.0]}, {"step": 2, "rank_seconds": value}]
     found = run(progress(rows), 90.0)
     assert sum(seconds for _, seconds in found.times) == pytest.approx(100.0)
-    assert all(seconds > 0 for _, seconds in found.times) and 0 <= found.goodput <= 1
+    assert all(seconds > 0 for _, seconds in found.times) and 0 <= (found.goodput or 0) <= 1
 
 
 @pytest.mark.parametrize(

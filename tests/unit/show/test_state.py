@@ -33,8 +33,10 @@ def test_workers_must_be_shown_as_stopping_until_they_end(view):
     assert states(view) == ["stopping", "succeeded", "stopping"]
     view.event(events.WorkerEnded(2, "trainer-2", 1, False), 6.0)
     assert states(view) == ["stopping", "succeeded", "failed"]
+    view.event(events.WorkerEnded(0, "master", 143, True), 6.0)
+    assert states(view) == ["stopped", "succeeded", "failed"]
     view.event(events.WorkersStopping("kill", kill=True), 7.0)
-    assert states(view) == ["stopping", "succeeded", "failed"]
+    assert states(view) == ["stopped", "succeeded", "failed"]
 
 
 def test_a_pace_must_count_neither_lines_that_are_read_together_nor_steps_that_go_back(view):
@@ -183,3 +185,12 @@ def test_the_time_of_a_hang_must_not_count_as_goodput(view):
     view.event(events.WorkersStarted(), 30.0)
     view.event(events.HangFound({}, after=90.0), 35.0)
     assert view.work.seconds(40.0) == 6.0
+
+
+def test_epochs_must_count_as_progress_until_there_are_steps(view):
+    view.hear(0, said("Epoch 1/50, loss 0.5"), 10.0)
+    view.hear(0, said("Epoch 2/50, loss 0.25"), 12.0)
+    assert status(view, 0.0) == "epoch 2 of 50 (4%), 1:36 left, loss 0.25, epoch 2"
+    view.measure({"step": 10, "total_steps": 20}, 13.0)
+    view.hear(0, said("Epoch 3/50"), 14.0)
+    assert status(view, 0.0).startswith("step 10 of 20 (50%), loss 0.25") and not view.ranks[0].paces

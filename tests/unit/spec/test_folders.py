@@ -95,6 +95,10 @@ def test_a_folder_that_nodes_must_not_see_or_cannot_read_must_be_refused(tmp_pat
     if not os.geteuid():
         with pytest.raises(UsageError, match=rf"nodes run as user \d+, who cannot read {data}"):
             folders.given_mounts(JobSpec(mounts=[f"{data}:/x"]), tmp_path / "runs")
+        data.chmod(0o755)
+        with pytest.raises(UsageError, match=rf"nodes run as user \d+, who cannot write to {data}"):
+            folders.given_mounts(JobSpec(mounts=[f"{data}:/x:rw"]), tmp_path / "runs")
+        data.chmod(0o700)
     for name in ("one", "two"):
         os.mkfifo(data / name)
     monkeypatch.setattr(mounts, "MAX_MASKS", 1)

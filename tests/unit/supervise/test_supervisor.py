@@ -107,6 +107,23 @@ def test_a_script_that_does_not_continue_from_a_checkpoint_must_be_named(job, st
     assert warnings == ([f"{warned}the script has not continued from a checkpoint"] if warned else [])
 
 
+@pytest.mark.parametrize(("lasted", "saves", "warned"), [(60, False, 1), (60, True, 0), (1, False, 0)])
+def test_a_restart_without_a_checkpoint_must_be_warned_of_once_if_it_loses_much(job, lasted, saves, warned):
+    engine = RecordingEngine(*[[KILLED]] * 2, [ALL_WELL])
+    start = engine.start
+
+    def run(plan, stopped=None) -> None:
+        start(plan)
+        job.clock.now += lasted
+        if saves:
+            (job.paths.checkpoints / "step-1").write_text("1")
+
+    engine.start = run
+    assert job.run(engine, JobSpec(trainers=2, grace=0.01, max_restarts=10)).outcome == "succeeded"
+    warnings = [warning["text"] for warning in job.noted("warning_issued")]
+    assert ["$JOB_DIR/checkpoints is empty" in text for text in warnings] == [True] * warned
+
+
 def test_a_permanent_failure_must_not_be_retried(job):
     job.paths.log(0).write_text("ModuleNotFoundError: No module named 'nonesuch'\n")
     engine = RecordingEngine([[WorkerExit(0, 1)]])

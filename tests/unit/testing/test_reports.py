@@ -94,7 +94,7 @@ from orchestrate.testing import reports
 def pytest_runtest_protocol(item, nextitem):
     data = json.loads(pathlib.Path("lies.json").read_text())[item.callspec.params["number"]]
     try:
-        (report,) = reports.merged(item, {0: reports.read(data, pytest.TestReport._from_json)}, {})
+        (report,) = reports.merged(item, {0: reports.read(data, pytest.TestReport._from_json)}, {}, str)
     except ValueError as error:
         _, report, _ = reports.unfinished(item, str(error))
     item.ihook.pytest_runtest_logreport(report=report)
@@ -121,7 +121,7 @@ def test_pytest_must_be_able_to_show_what_a_rank_reports_or_it_must_be_refused(t
 def test_the_name_and_place_of_a_test_must_not_be_what_a_rank_says(request):
     forged = REPORT | {"nodeid": "other", "location": 5, "keywords": 7}
     ran = reports.read(GOOD | {"reports": [forged]}, loaded)
-    (report,) = reports.merged(request.node, {0: ran}, {})
+    (report,) = reports.merged(request.node, {0: ran}, {}, str)
     assert (report.nodeid, report.location) == (request.node.nodeid, request.node.location)
     assert {*report.keywords} == {*request.node.keywords}
 

@@ -140,7 +140,7 @@ def test_an_engine_without_compose_must_count_as_no_engine(config, monkeypatch, 
     assert choice.select_engine(resolve({})).name == "process"
     notice = capsys.readouterr().err
     assert notice.startswith("no docker command on PATH; running as local processes")
-    assert notice.endswith(". Install it, with its Compose plugin to use containers.\n")
+    assert notice.endswith(". Install it, with its Compose plugin to use containers, or set --engine process.\n")
     with pytest.raises(ResourceError, match="no docker command on PATH"):
         choice.select_engine(resolve({"engine": "docker"}))
     assert [engine.name for engine in choice.available_engines()] == ["process"]
