@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import re
+import shlex
 import urllib.parse
 from collections.abc import Sequence
 from pathlib import Path
@@ -116,7 +117,7 @@ def page(runs: Sequence[Run], links: Sequence[str], home: str = "") -> str:
         headline=headline(runs[0]),
         script=script,
         script_policy=policy,
-        settings=_differing([_facts(run) | run.settings | {"command": run.command} for run in runs]),
+        settings=_differing([_facts(run) | run.settings | _arguments(run.command) for run in runs]),
         finals=_differing([{name: _value(value) for name, value in _finals(run).items()} for run in runs]),
         duration=duration,
         numeric=lambda values: all(re.fullmatch(r"-?[\d.]+(e[-+]?\d+)?", value) for value in values if value),
@@ -166,6 +167,20 @@ def _facts(run: Run) -> dict[str, str]:
     return found | {"commit": commit, "machine": f"{report['engine']}: {run.machine}"}
 
 
+def _arguments(command: str) -> dict[str, str]:
+    """Return the options of a command by their names, and the rest of it as `command`."""
+    if " --" not in command:
+        return {"command": command}
+    words, found, rest = shlex.split(command)[::-1], dict[str, str](), list[str]()
+    while words:
+        name, equals, value = (word := words.pop()).partition("=")
+        if not word.startswith("--"):
+            rest.append(word)
+        else:
+            found[name] = value if equals or not words or words[-1].startswith("--") else words.pop()
+    return {name: value or "set" for name, value in found.items()} | {"command": shlex.join(rest)}
+
+
 def _finals(run: Run) -> dict[str, Any]:
     """Return the last values of a job's metrics without text, which says what a line is about."""
     found = shown(run.report["final_metrics"])
@@ -176,7 +191,7 @@ def _differing(each: Sequence[dict[str, str]]) -> list[tuple[str, list[str], boo
     """Return for each name its values, empty for a job without one, and whether they differ; these names first."""
     names = dict.fromkeys(name for values in each for name in values)
     rows = [(name, [values.get(name, "") for values in each]) for name in names]
-    found = [(name, values, len({*values}) > 1) for name, values in rows]
+    found = [(name, values, len({*values}) > 1) for name, values in rows if any(values)]
     return sorted(found, key=lambda row: not row[2])
 
 

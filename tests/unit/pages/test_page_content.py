@@ -164,3 +164,12 @@ def test_a_comparison_must_show_each_job_and_first_what_differs():
     assert re.findall('<td class="(good|bad)', html) == ["bad", "good", "bad"]
     assert ">order in the log</text>" in page([first, first], ["", ""])
     assert ">b-2</text>" in html and html.count("<script>") == 1
+
+
+def test_a_comparison_must_have_a_column_for_each_option_that_differs():
+    commands = ["train.py --lr 0.1 --amp --name='a b' data", "train.py --lr 0.01 --name 'a b' data", "train.py data"]
+    html = page([dataclasses.replace(RUN, command=command) for command in commands], ["", "", ""])
+    heads = re.findall(r'<th scope="col"[^>]*>([^<]*)</th>', html)
+    assert [name for name in heads if name.startswith("--") or name == "command"] == ["--lr", "--amp", "--name"]
+    assert "In all jobs" in words(html) and "command train.py data" in words(html)
+    assert words(html).count("a b") == 2 and " 0.01 " in words(html) and " set " in words(html)
