@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from itertools import takewhile
+from itertools import groupby, takewhile
 
 from orchestrate.dataclass import dataclass
 
 WAITING = ("/torch/distributed/", "/torch/autograd/", "/torch/nn/parallel/")  # code in which a rank waits for others
+INNERMOST, FEW = 3, 1  # frames of libraries that are shown of the innermost ones, and of others
 NEAR = 8  # frames from the innermost one in which such code counts
 _FRAME = re.compile(r'^ *File "(.+)", line (\d+) in (\S+)', re.M)
 _OUTER = re.compile(r'/orchestrate/node/zygote\.py"|/multiprocessing/process\.py", line \d+ in (run|_bootstrap)$')
@@ -70,6 +71,17 @@ def frames(stack: str) -> str:
     while ours and '"<frozen runpy>"' in lines[ours - 1]:
         ours -= 1
     return "\n".join(lines[:ours])
+
+
+def folded(lines: str) -> str:
+    """Return frames with those of libraries left out, except for the innermost frames and a few between others."""
+    found: list[str] = []
+    for library, part in groupby(lines.splitlines(), lambda line: bool(_LIBRARY.search(_FRAME.match(line)[1]))):  # type: ignore[index]
+        frames = [*part]
+        kept = (INNERMOST if not found else FEW) if library else len(frames)
+        left = len(frames) - kept
+        found += frames if left <= FEW else [*frames[:kept], f"  … {left} frames of libraries"]
+    return "\n".join(found)
 
 
 def grouped(stacks: Mapping[int, str]) -> list[tuple[list[int], str]]:

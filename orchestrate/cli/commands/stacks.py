@@ -19,7 +19,7 @@ from orchestrate.record import lock, run_dir, stacks
 from orchestrate.record.outcomes import Stack
 from orchestrate.record.paths import JobPaths
 from orchestrate.supervise.hang import STATES
-from orchestrate.supervise.stacks import frames, grouped, position, processes
+from orchestrate.supervise.stacks import folded, frames, grouped, position, processes
 
 INTERVAL, TIMEOUT = 0.02, 15.0  # seconds between two looks for an answer, and to wait for it
 WHY = {
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     size, hide = len(plan.workers), spec.mask()
     wanted = display.ranks(args.ranks, size) if args.ranks else range(size)
     found = _ask(paths, args.clock)
-    texts = {rank: _described(found.get(rank)) for rank in wanted}
+    texts = {rank: _described(found.get(rank), whole=args.verbose) for rank in wanted}
     for folder in (f"{plan.placement.job_dir}/{WORK}/", f"{os.getcwd()}/"):
         texts = {rank: text.replace(folder, "") for rank, text in texts.items()}
     for ranks, text in grouped(texts):
@@ -52,20 +52,23 @@ def run(args: argparse.Namespace) -> int:
     return errors.SUCCEEDED
 
 
-def _described(stack: Stack | None) -> str:
-    """Return what a worker and its child processes are doing, and their stacks."""
+def _described(stack: Stack | None, whole: bool) -> str:
+    """Return what a worker and its child processes are doing, and their stacks, with all frames if `whole`."""
     if not stack:
         return "ended"
     own, children = processes(stack.text)
-    known = _shown(own) or STATES.get(stack.state, "").removeprefix("is ") or WHY.get(stack.why, WHY[""])
-    below = [f"{_counted(count)}: {text}" for text, count in Counter(map(_shown, children)).items()]
+    known = _shown(own, whole) or STATES.get(stack.state, "").removeprefix("is ") or WHY.get(stack.why, WHY[""])
+    below = [f"{_counted(count)}: {text}" for text, count in Counter(_shown(each, whole) for each in children).items()]
     return "\n".join([known, *(textwrap.indent(part, "  ") for part in below)])
 
 
-def _shown(stack: str) -> str:
+def _shown(stack: str, whole: bool) -> str:
     """Return where a process is, and its frames; empty if it is not in Python code."""
     found = position(stack)
-    return f"{'waiting' if found.waits else 'running'} at {found.where}\n{frames(stack)}" if found else ""
+    if not found:
+        return ""
+    shown = frames(stack) if whole else folded(frames(stack))
+    return f"{'waiting' if found.waits else 'running'} at {found.where}\n{shown}"
 
 
 def _counted(children: int) -> str:

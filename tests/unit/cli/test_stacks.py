@@ -51,6 +51,19 @@ def test_equal_stacks_must_be_one_group_and_the_odd_ones_come_first(show):
     ]
 
 
+def test_frames_of_libraries_must_be_left_out_between_those_of_the_job_unless_all_are_asked_for(show):
+    library = [f'  File "/usr/lib/python3/dist-packages/lightning/loop.py", line {line} in run\n' for line in range(9)]
+    found = dict.fromkeys(range(8), stack(*library, LOADS, *library, BELOW))
+    shown = show(found)
+    assert shown[1:5] == [*map(str.rstrip, library[:3]), "  … 6 frames of libraries"]
+    assert shown[5:] == [
+        *LOADS.replace("/job/work/", "").splitlines(),
+        library[0].rstrip(),
+        "  … 8 frames of libraries",
+    ]
+    assert len(show(found, "--verbose")) == 1 + 2 * len(library) + 2
+
+
 FORKED = """  File "/usr/lib/python3.12/multiprocessing/process.py", line 314 in _bootstrap
   File "/job/work/train.py", line 8 in main
 """
