@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 
 from orchestrate.dataclass import dataclass
+from orchestrate.engines.base import ignoring
 from orchestrate.errors import UsageError
 from orchestrate.plan.container import UNBUFFERED
 from orchestrate.spec.folders import is_url
@@ -40,6 +41,7 @@ class Shape:
     secrets: tuple[str, ...]  # environment variables whose values are not exported
 
 
+OF_SUPERVISOR = ("spares", "min_trainers", "on_event", "rules", "hang_after", "require_communication")
 BROUGHT = ("before", "virtual_local_rank", "sagemaker", "services", "ports", "labels", "isolated", "stdin")
 
 
@@ -112,6 +114,7 @@ def _check(spec: JobSpec, here: bool) -> None:
         raise UsageError(
             f"{', '.join(brought)} cannot be exported", "remove them from the job file, and edit the exported file"
         )
+    ignoring(spec, OF_SUPERVISOR, "an exported job, which has no supervisor,")
     if spec.constraints or spec.encrypt:
         raise UsageError(
             "constraints and encrypt are for Swarm only",

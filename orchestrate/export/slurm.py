@@ -8,17 +8,20 @@ import shlex
 import sys
 from pathlib import Path
 
+from orchestrate.engines.slurm.script import flags
 from orchestrate.errors import UsageError
 from orchestrate.export import carries_node, check_folders, quoted, shape
 from orchestrate.files.paths import NODE, PACKAGE, code_folder, is_text
 from orchestrate.plan import container
 from orchestrate.plan.plan import pluralize
+from orchestrate.spec.inputs import REQUEUES
 from orchestrate.spec.sizes import parse_size
-from orchestrate.spec.spec import JobSpec
+from orchestrate.spec.spec import IMAGE, JobSpec
 
 NOTICE_SECONDS = 30  # in addition to the grace period: SIGTERM before the allocation ends
 NO_RESTART = "2|64|78|126|127"  # exit codes that a restart cannot fix; see docs/restarts.md
 MOUNTABLE = re.compile(r"[\w./@%+=~-]+")  # paths that all versions of Apptainer and Pyxis can mount
+IMAGE_FILE = re.compile(r"^[./]|://|\.(sif|sqsh)$")  # an image that is no name in a registry
 HEAD = {
     "venv": "Nodes run the Python of this environment, which every machine must see at the same path.",
     "apptainer": "Each node runs in the image {image}, with Apptainer.",
@@ -56,7 +59,8 @@ for attempt in $(seq 0 {max_restarts}); do
     own "$JOB_DIR"
     rm -f "$NODE_FAILED"
     env {env}"$(command -v srun)" \\
-        --nodes={nodes} --ntasks={nodes} --ntasks-per-node=1 --kill-on-bad-exit=1 --wait={wait} \\
+        --nodes={nodes} --ntasks={nodes} --ntasks-per-node=1 --cpus-per-task={cpus} --cpu-bind=none \\
+        --kill-on-bad-exit=1 --wait={wait} \\
         {launch} &
     step=$!
     while kill -0 "$step" 2>/dev/null; do wait "$step"; done  # a signal interrupts a wait
@@ -81,16 +85,16 @@ def slurm(spec: JobSpec, name: str, form: str) -> str:
     check_folders(runs, runs / name)
     if spec.user != "auto":
         raise UsageError(f"user is {spec.user}, but Slurm runs a job as the user who submits it", "remove it")
-    options = {
+    cpus = math.ceil(spec.cpus or job.nproc)  # one for each worker, as with the engine
+    options: dict[str, str | int] = {
         "job-name": name,
         "nodes": job.nodes,
         "ntasks-per-node": 1,
+        "cpus-per-task": cpus,
         "output": f"slurm-{name}-%j.log",
         "open-mode": "append",
         "signal": f"B:TERM@{math.ceil(spec.grace) + NOTICE_SECONDS}",
     }
-    if spec.cpus:
-        options["cpus-per-task"] = math.ceil(spec.cpus)
     if job.memory:
         whole = job.memory[-1:].lower() in ("k", "m", "g")  # Slurm has these units, but not bytes
         options["mem"] = job.memory.upper() if whole else f"{math.ceil(parse_size(job.memory) / 1024)}K"
@@ -101,16 +105,18 @@ def slurm(spec: JobSpec, name: str, form: str) -> str:
     heads = [HEAD[form].format(image=spec.image)]
     if job.secrets:
         heads.append(f"Set in the environment of sbatch: {', '.join(job.secrets)}.")
-    lines = [f"#SBATCH --{key}={value}" for key, value in options.items()] + ["#SBATCH --requeue"]
+    given = {key: value for key, value in spec.slurm.items() if key != REQUEUES}
+    words = flags({key: str(value) for key, value in (options | {"requeue": ""} | given).items()})
     return SCRIPT.format(
         name=name,
         nodes=job.nodes,
         shape=f"{pluralize(job.nodes, 'node')} × {pluralize(job.nproc, 'worker')}",
         head="\n# ".join(heads),
-        options="\n".join(lines),
+        options="\n".join(f"#SBATCH {word}" for word in words),
         secrets="".join(f': "${{{key}:?set {key} in the environment of sbatch}}"\n' for key in job.secrets),
         folder=quoted(_checked(code_folder(spec.command), form)),
         env="".join(f"{key}={quoted(value)} \\\n        " for key, value in job.env.items()),
+        cpus=cpus,
         max_restarts=spec.max_restarts,
         wait=container.stop_seconds(spec.grace),
         launch=_launch(spec, form),
@@ -135,11 +141,15 @@ def _launch(spec: JobSpec, form: str) -> str:
     folder = _checked(code_folder(spec.command), form)
     node = [] if carries_node(spec.image) else [f"{_checked(PACKAGE, form)}:/opt/orchestrate"]
     mounts = ",".join([shlex.quote(f"{folder}:{folder}"), '"$JOB_DIR:$JOB_DIR"', *map(shlex.quote, node)])
+    if spec.image == IMAGE:
+        hint = "push an image with the packages of the job to a registry, or convert it to a file, and set image"
+        raise UsageError(f"{form} cannot get {IMAGE}, which is only on this machine", hint)
     image = shlex.quote(spec.image)
     if form == "apptainer":
+        image = image if IMAGE_FILE.search(spec.image) else f"docker://{image}"
         return (
             f"apptainer exec --nv --pwd {shlex.quote(folder)} --bind {mounts} \\\n"
-            f"        docker://{image} python {container.PROGRAM} {command}"
+            f"        {image} python {container.PROGRAM} {command}"
         )
     return (
         f"--container-image={image} --container-mounts={mounts} --container-workdir={shlex.quote(folder)} \\\n"

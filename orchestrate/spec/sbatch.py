@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shlex
+from collections.abc import Mapping
 from typing import Any
 
 import yaml
 
+from orchestrate.errors import UsageError
+from orchestrate.spec.command import read
 from orchestrate.spec.inputs import SET_HERE
+from orchestrate.spec.redact import is_secret
 
 SHORT = dict(A="account", C="constraint", G="gpus", J="job-name", L="licenses", N="nodes", c="cpus-per-task")
 SHORT |= dict(d="dependency", n="ntasks", p="partition", q="qos", t="time", w="nodelist", x="exclude")
 STARTS = re.compile(r"\b(srun|torchrun|mpirun|python3?|accelerate)\b")
+MAPPED = ("job-name", "nodes", "ntasks-per-node", "cpus-per-task", "mem", "gpus", "gpus-per-node")
+MAX_SHOWN = 100  # characters of a line that is not carried over
 MAX_SIZE = 1 << 16  # bytes of a script that are looked at
 
 
 def job_file(text: str) -> str:
-    """Return the job file for a batch script, as far as its lines say; empty if it has no #SBATCH line."""
+    """Return the job file for a batch script, as far as its lines say; empty if it has no #SBATCH line.
+
+    Its last lines are comments with what is not carried over.
+    """
     found = _options(text)
     if not found:
         return ""
@@ -25,17 +35,44 @@ def job_file(text: str) -> str:
     if name := found.get("job-name"):
         job["name"] = name
     tasks, nodes = _number(found.get("ntasks-per-node")) or 1, _number(found.get("nodes")) or 1
-    job |= {"nodes": nodes, "nproc_per_node": tasks}
+    per_node = re.fullmatch(r"(?:gpu:)?(?:[\w.-]+:)?(\d+)", found.get("gpus-per-node") or found.get("gres", ""))
+    gpus = int(per_node[1]) * nodes if per_node else _number(found.get("gpus"))
+    known = {"SLURM_NNODES": nodes, "SLURM_JOB_NUM_NODES": nodes, "SLURM_GPUS_ON_NODE": gpus // nodes}
+    lines = _lines(text)
+    start, command, launched = _command(lines, known)
+    job |= {"nodes": nodes, "nproc_per_node": launched or tasks}
     if cores := _number(found.get("cpus-per-task")):
         job["cpus"] = cores * tasks
     if memory := re.fullmatch(r"(\d+)([KMGT]?)B?", found.get("mem", ""), re.I):
         job["memory"] = memory[1] + (memory[2] or "M").lower()
-    per_node = re.fullmatch(r"(?:gpu:)?(?:[\w.-]+:)?(\d+)", found.get("gpus-per-node") or found.pop("gres", ""))
-    if gpus := int(per_node[1]) * nodes if per_node else _number(found.get("gpus")):
+    if gpus:
         job["gpus"] = gpus
-    if rest := {name: value or True for name, value in found.items() if name not in SET_HERE}:
+    env, left = _settings([line for line in lines if line != start])
+    if env:
+        job["env"] = env
+    if rest := {name: value or True for name, value in found.items() if name not in {*SET_HERE, "gres"}}:
         job["slurm"] = rest
-    return yaml.safe_dump(job | {"command": _command(text)}, sort_keys=False, width=1000).rstrip()
+    left += [f"--{name}" for name in found if name in SET_HERE and name not in MAPPED]
+    head = yaml.safe_dump(job | {"command": command}, sort_keys=False, width=1000).rstrip()
+    return "\n".join([head, *(f"# not carried over: {line}" for line in left)])
+
+
+def _lines(text: str) -> list[str]:
+    """Return the commands of a script, one per line."""
+    lines = [line.strip() for line in text.replace("\\\n", " ").splitlines()]
+    return [line for line in lines if line.isprintable() and not line.startswith("#") and line not in ("", "set -e")]
+
+
+def _settings(lines: list[str]) -> tuple[dict[str, str], list[str]]:
+    """Return the variables that lines export, without secrets, and what else they do."""
+    env, left = dict[str, str](), list[str]()
+    for line in lines:
+        match = re.fullmatch(r"export (\w+)=([\w./:,@%+-]*|'[^']*')", line)
+        if match and not is_secret(match[1], match[2]):
+            env[match[1]] = match[2].strip("'")
+        else:
+            left.append(f"export {line[7:].partition('=')[0]}" if line.startswith("export ") else line[:MAX_SHOWN])
+    return env, left
 
 
 def _options(text: str) -> dict[str, str]:
@@ -57,18 +94,24 @@ def _parted(line: str) -> tuple[str, str, str]:
     return line[:2], "", line[2:]
 
 
-def _command(text: str) -> list[str]:
-    """Return the script that a batch script starts last, with its arguments."""
-    lines = [line for line in text.replace("\\\n", " ").splitlines() if not line.lstrip().startswith("#")]
+def _command(lines: list[str], known: Mapping[str, int]) -> tuple[str, list[str], int]:
+    """Return the line that starts the training, its script with arguments, and torchrun's workers per node, or 0.
+
+    `known` are variables of Slurm.
+    """
     for line in reversed([line for line in lines if STARTS.search(line)]):
         try:
-            words = shlex.split(line)
+            words = shlex.split(re.sub(r"\$\{?(SLURM_\w+)\}?", lambda match: str(known.get(match[1], match[0])), line))
         except ValueError:
             continue
         for place, word in enumerate(words):
-            if word.endswith(".py") or (word == "-m" and words[place + 1 : place + 2] != ["torch.distributed.run"]):
-                return words[place:]
-    return ["SCRIPT.py"]
+            if word == "torchrun" or words[place + 1 : place + 3] == ["-m", "torch.distributed.run"]:
+                with contextlib.suppress(UsageError):
+                    command, keys = read(tuple(words[place:]))
+                    return line, [*command], _number(str(keys.get("nproc_per_node", "")))
+            if word.endswith(".py") or word == "-m":
+                return line, words[place:], 0
+    return "", ["SCRIPT.py"], 0
 
 
 def _number(text: str | None) -> int:

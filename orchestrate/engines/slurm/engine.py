@@ -60,7 +60,7 @@ class SlurmEngine:
             about=f"Slurm {self.version}{where}{about}",
             cores=tuple(range(nodes * cpus(spec))),
             gpus=(GPU,) * gpus(spec),
-            no_gpus="the job asks for none (--gpus N)",
+            no_gpus="--gpus N asks for some",
             hosts=nodes,
         )
         placement = Placement(

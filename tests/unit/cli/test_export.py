@@ -30,9 +30,10 @@ def test_export_kubernetes_must_print_the_requested_form(capsys, form):
 
 @pytest.mark.parametrize("form", ["", *EXPORTS["slurm"]])
 def test_export_slurm_must_print_the_requested_form(capsys, form):
-    spec = resolve({"gpus": "none", "trainers": "2", "name": "mine", "command": ["-m", "app.train"]})
+    image = "a.example/orchestrate-node:1"
+    spec = resolve({"gpus": "none", "trainers": "2", "name": "mine", "command": ["-m", "app.train"], "image": image})
     arguments = ("--form", form) if form else ()
-    assert main(["export", "slurm", *arguments, "--trainers", "2", "--name", "mine", *APP]) == 0
+    assert main(["export", "slurm", *arguments, "--trainers", "2", "--name", "mine", "--image", image, *APP]) == 0
     assert capsys.readouterr().out == slurm(spec, "mine", form or "venv")
 
 

@@ -131,7 +131,7 @@ def test_the_slurm_script_must_be_valid_bash(form):
         (["kubernetes"], "# mine, for Kubernetes 1.28"),
         (["kubernetes", "--form", "trainjob"], "kind: TrainJob\n"),
         (["slurm"], "# Nodes run the Python of this environment"),
-        (["slurm", "--form", "pyxis"], "--container-image=orchestrate-node:0.1 "),
+        (["slurm", "--form", "pyxis", "--image", "a.example/a:1"], "--container-image=a.example/a:1 "),
         (["compose"], "name: mine\n"),
     ],
 )

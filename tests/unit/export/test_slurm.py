@@ -28,8 +28,25 @@ def test_sbatch_options_must_be_whole_numbers_and_limited_to_what_the_job_needs(
     assert " --wait=12 " in script
     plain = slurm(resolve({"max_run": "1s"}), "x", "venv")
     assert "#SBATCH --time=1\n" in plain
-    assert not any(f"--{name}=" in plain for name in ("cpus-per-task", "mem", "gpus-per-node"))
+    assert not any(f"#SBATCH --{name}=" in plain for name in ("mem", "gpus-per-node"))
+    workers = slurm(resolve({"nproc_per_node": 8}), "x", "venv")
+    assert "#SBATCH --cpus-per-task=8\n" in workers and " --cpus-per-task=8 --cpu-bind=none " in workers
     assert "--time=" not in slurm(resolve(), "x", "venv")
+
+
+def test_options_of_the_job_must_be_options_of_sbatch():
+    given = {"partition": "gpu", "time": "2h", "exclusive": True, "requeues": 3}
+    script = slurm(resolve({"slurm": given, "max_run": "9h"}), "x", "venv")
+    options = [line.removeprefix("#SBATCH --") for line in script.splitlines() if line.startswith("#SBATCH")]
+    assert {"partition=gpu", "time=2h", "exclusive"} < {*options} and "requeues" not in script
+
+
+def test_an_image_that_no_machine_could_get_must_be_refused_and_a_file_be_used_as_it_is(monkeypatch):
+    for form in ("apptainer", "pyxis"):
+        with pytest.raises(UsageError, match=f"{form} cannot get orchestrate-node:0.1"):
+            launched(form, "orchestrate-node:0.1", monkeypatch)
+    for image in ("/shared/torch.sif", "./torch.sif", "oras://a/b:1"):
+        assert image in launched("apptainer", image, monkeypatch)
 
 
 COMMAND = ["train.py", "two words", "$HOME", "it's"]
@@ -39,14 +56,14 @@ def launched(form: str, image: str, monkeypatch, folder: str = "/my-code", argum
     """The arguments that start a node on each machine, as bash parses them."""
     monkeypatch.setattr("orchestrate.export.slurm.code_folder", lambda command: folder)
     script = slurm(resolve({"command": arguments, "image": image}), "x", form)
-    (launch,) = [text for text in script.split("--wait=40 ")[1:]]
+    (launch,) = script.split("--wait=40 ")[1:]
     shell = f"JOB_DIR='/job dir/x'; printf '%s\\0' {launch.partition(' &')[0]}"
     done = subprocess.run(["bash", "-c", shell], capture_output=True, check=True)
     return done.stdout.decode().split("\0")[:-1]
 
 
 def test_a_node_must_be_started_with_the_exact_command(monkeypatch):
-    ours, other = "orchestrate-node:0.1", "mine:1;$(a)'"
+    ours, other = "registry.example/orchestrate-node:0.1", "mine:1;$(a)'"
     mounts = "/my-code:/my-code,/job dir/x:/job dir/x"
     node = ["python", "/opt/orchestrate/node", *COMMAND]
     assert launched("venv", ours, monkeypatch) == [sys.executable, str(NODE), *COMMAND]
@@ -96,7 +113,10 @@ def test_a_script_must_have_no_line_breaks_or_control_characters_from_values(mon
 def test_each_argument_of_the_command_must_pass_through_bash_unchanged(monkeypatch):
     arguments = ["train.py", *odd(300)]
     for form in ("venv", "apptainer", "pyxis"):
-        assert launched(form, "orchestrate-node:0.1", monkeypatch, arguments=arguments)[-len(arguments) :] == arguments
+        assert (
+            launched(form, "a.example/orchestrate-node:1", monkeypatch, arguments=arguments)[-len(arguments) :]
+            == arguments
+        )
 
 
 # --- the script, run

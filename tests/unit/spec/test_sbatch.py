@@ -33,6 +33,7 @@ def test_options_must_become_keys_and_the_command_that_of_the_script():
     assert (spec.engine, spec.name, spec.trainers, spec.nproc_per_node) == ("slurm", "train", 3, 2)
     assert (spec.cpus, spec.memory, spec.gpus) == (16, "64g", 8)
     assert spec.slurm == {"partition": "gpu", "time": "02:30:00", "exclusive": ""}
+    assert text.splitlines()[-2:] == ["# not carried over: module load cuda", "# not carried over: --output"]
 
 
 @pytest.mark.parametrize(
@@ -47,6 +48,38 @@ def test_options_must_become_keys_and_the_command_that_of_the_script():
 )
 def test_other_forms_of_options_must_be_read(lines, found):
     assert yaml.safe_load(job_file(lines)).items() >= found.items()
+
+
+@pytest.mark.parametrize(
+    ("start", "workers"),
+    [
+        ("srun torchrun --nproc_per_node=8 train.py", 8),
+        ("srun torchrun --nnodes $SLURM_NNODES --nproc-per-node=$SLURM_GPUS_ON_NODE --rdzv-id $RANDOM train.py", 4),
+        ("srun python -m torch.distributed.run --nproc-per-node ${SLURM_GPUS_ON_NODE} train.py", 4),
+        ("srun torchrun train.py", 1),
+        ("srun torchrun --nproc-per-node=$N train.py", 1),
+        ("srun --ntasks-per-node=4 python train.py", 1),
+    ],
+)
+def test_the_workers_of_torchrun_must_be_those_of_the_job(start, workers):
+    job = yaml.safe_load(job_file(f"#SBATCH -N 2\n#SBATCH --gres=gpu:4\n{start}"))
+    assert (job["nproc_per_node"], job["gpus"], job["command"]) == (workers, 8, ["train.py"])
+    assert "slurm" not in job
+
+
+def test_variables_must_be_kept_and_what_is_not_carried_over_be_listed_without_secrets():
+    lines = ["#SBATCH --gpus-per-node=2", "#SBATCH --array=1-3", "source venv/bin/activate", "export NCCL_DEBUG=INFO"]
+    lines += [
+        "export HF_TOKEN=hf_abcdefghijklmnopqrstuvwxyz012345",
+        "export A=$(date)",
+        "srun python prep.py",
+        "srun python b.py",
+    ]
+    text = job_file("\n".join(lines))
+    job = yaml.safe_load(text)
+    assert (job["env"], job["command"]) == ({"NCCL_DEBUG": "INFO"}, ["b.py"])
+    left = ["source venv/bin/activate", "export HF_TOKEN", "export A", "srun python prep.py", "--array"]
+    assert text.splitlines()[-5:] == [f"# not carried over: {line}" for line in left] and "hf_" not in text
 
 
 def test_a_script_without_options_must_be_none():
