@@ -32,6 +32,7 @@ def site(engine: Engine, spec: JobSpec, paths: JobPaths, claim: claims.Ticket) -
             among = claims.needs(inventory.engine, gpus, spec.pin)
             if claim.take(among, known, spec.queue):
                 _report(claim, spec)
+                _notice(claim, spec, among)
                 return inventory, placement
             count = len(among)
         except Busy as busy:
@@ -48,6 +49,15 @@ def _report(claim: claims.Ticket, spec: JobSpec) -> None:
         raise ResourceError(f"cannot wait for GPUs: {claim.problem}", "check that folder, or run without --queue")
     if claim.problem:
         print_message(f"warning: other jobs may get the same GPUs, since they cannot be claimed: {claim.problem}")
+
+
+def _notice(claim: claims.Ticket, spec: JobSpec, among: tuple[str, ...]) -> None:
+    """Print that a job passes others that wait for the same, or that it has nothing to wait for."""
+    if spec.queue and not among:
+        print_message("--queue has no effect: the job uses no GPUs of this machine, and pins no workers to cores")
+    waiting = [] if spec.queue else [each for each in claims.found() if not {*among}.isdisjoint(each.among)]
+    if waiting:
+        print_message(f"warning: {', '.join(map(str, waiting))} would get these first; --queue waits in turn")
 
 
 def _wait(claim: claims.Ticket, among: tuple[str, ...], count: int, held: tuple[str, ...], last: str) -> str:

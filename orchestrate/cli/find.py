@@ -14,7 +14,7 @@ from orchestrate.cli.table import COMMANDS
 from orchestrate.engines import choice
 from orchestrate.errors import UsageError
 from orchestrate.files.paths import NAME
-from orchestrate.host import owners, records
+from orchestrate.host import claims, owners, records
 from orchestrate.record import run_dir
 from orchestrate.record.paths import JobPaths
 
@@ -66,6 +66,10 @@ def find(args: argparse.Namespace, engines: list[Engine]) -> Path:
         owners.check(folder.parent)
     if not found and JobPaths(folder).nodes.is_dir():
         raise UsageError(f"{args.job} is a cluster, not a job", f"python -m orchestrate down {args.job} removes it")
+    if waiting := [] if args.job in found else _waiting(args.job):
+        if not found:
+            raise UsageError(f"{waiting[0]} waits in the queue", "Ctrl-C in its shell, or SIGINT, ends that")
+        raise UsageError(f"{args.job} matches {len(found) + len(waiting)} jobs", ", ".join([*found, *waiting]))
     if len(found) != 1:
         what = f"{args.job} matches {len(found)} jobs" if found else f"no such job: {args.job}"
         known = _newest(
@@ -91,6 +95,12 @@ def _matches(args: argparse.Namespace, engines: list[Engine]) -> tuple[dict[str,
     if len(elsewhere) == 1:
         return {args.job: elsewhere[0]}, [args.job]
     return runs, found
+
+
+def _waiting(name: str) -> list[str]:
+    """Return the jobs of this account in the queue whose names begin with this one; they have no files yet."""
+    waiting = [claim for claim in claims.found() if claim.among and claim.uid == os.geteuid()]
+    return [claim.job for claim in waiting if claim.job.startswith(name)]
 
 
 def latest(runs: Path, shown: Path) -> str:

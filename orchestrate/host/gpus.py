@@ -70,13 +70,18 @@ class Offer:
     note: str = ""  # about GPUs that other programs use
 
 
+def _users(gpus: Iterable[Gpu]) -> tuple[str, ...]:
+    """Return the jobs that use some of these GPUs, and `other programs` if others do."""
+    return tuple(dict.fromkeys(gpu.job or "other programs" for gpu in gpus if gpu.busy))
+
+
 class Busy(ResourceError):
     """Too few GPUs are free for a job that waits for some."""
 
     def __init__(self, gpus: tuple[Gpu, ...], count: int) -> None:
         """The job waits for `count` of these."""
         self.among, self.count = tuple(gpu.id for gpu in gpus), count
-        self.users = tuple(dict.fromkeys(gpu.job or "other programs" for gpu in gpus if gpu.busy))
+        self.users = _users(gpus)
         what = f"{claims.wanted(self.among, count)} must be free, in use by {', '.join(self.users)}"
         super().__init__(what, "wait for them, or use --gpus all without --queue")
 
@@ -168,7 +173,7 @@ def offer(
         if len(free) < count:
             raise Busy(seen, count)
     if asked == "auto":
-        left = f"{_counted(busy)} in use by other programs" if busy else ""
+        left = f"{_counted(busy)} in use by {', '.join(_users(busy))}" if busy else ""
         ways = f"--gpus all to include {'it' if len(busy) == 1 else 'them'}, or --queue to wait"
         why = f"{left}; use {ways}" if busy and not free else ""
         return Offer(gpus=tuple(free), why=why, note=f"{left}, skipped" if free and busy else "")

@@ -295,7 +295,8 @@ def _assigned_gpus(
         raise ResourceError(
             f"{world_size} workers need {world_size} GPUs, but only {_number_is(len(gpus))} available"
             + (f" ({inventory.gpu_note})" if inventory.gpu_note else ""),
-            f"use fewer nodes or workers ({', '.join([*ways, '--nproc-per-node 1'] if nproc > 1 else ways)}), "
+            ("wait for them (--queue), " if inventory.gpu_note and not spec.queue else "")
+            + f"use fewer nodes or workers ({', '.join([*ways, '--nproc-per-node 1'] if nproc > 1 else ways)}), "
             + ("let nodes share GPUs (--set share_gpus=true), " if nproc <= len(gpus) else "")
             + "or train with gloo on CPU (--gpus none)",
         )

@@ -51,7 +51,11 @@ def finish(cli, name: str, job: subprocess.Popen) -> str:
 def waiting(cli) -> list[str]:
     """What `ps` says of the queue."""
     rows = [re.split(r"  +", line.strip()) for line in cli("ps").stdout.splitlines()]
-    return [f"{row[0][:2]} {row[1]}" for row in rows if row[1].startswith("waits for") and row[0][0] == "q"]
+    return [
+        f"{row[0][:2]} {row[1].partition(',')[0]}"
+        for row in rows
+        if row[1].startswith("waits for") and row[0][0] == "q"
+    ]
 
 
 def test_jobs_must_wait_for_gpus_in_order_of_arrival_and_dead_ones_must_make_way(cli, box):
@@ -67,6 +71,16 @@ def test_jobs_must_wait_for_gpus_in_order_of_arrival_and_dead_ones_must_make_way
         "q4 waits for 2 GPUs",
         "q5 waits for one of 2 GPUs",
     ]
+    assert re.search(r"^q2-\w+ +waits for 2 GPUs, in use by q1-[0-9a-f]{6}$", cli("ps").stdout, re.M)
+    (name,) = re.findall(r"^(q2-\w+) ", cli("ps").stdout, re.M)
+    for given in (name, "q2"):
+        done = cli("stop", given)
+        assert (done.returncode, done.stderr.splitlines()[0]) == (2, f"error: {name} waits in the queue")
+    passes = box("q6", "--gpus", "1", "--trainers", "0")
+    eventually(lambda: running(cli, "q6"))
+    assert re.search(
+        r"^warning: q2-.*, q5-\w+ would get these first; --queue waits in turn$", finish(cli, "q6", passes), re.M
+    )
     jobs["q3"].kill()
     jobs["q3"].communicate()
     eventually(lambda: len(waiting(cli)) == 3)
@@ -91,9 +105,9 @@ def test_jobs_at_the_same_time_must_get_different_gpus_without_a_queue(cli, box)
     jobs = [box(f"s{number}", *ONE) for number in range(2)]
     eventually(lambda: all(running(cli, f"s{number}") for number in range(2)))
     third = cli("plan", "--engine", "process", "--trainers", "0", "--", "count.py", "5")
-    assert "gloo on CPU (2 GPUs in use by other programs; use --gpus all to include them, or --queue to wait)" in (
-        third.stdout
-    )
+    users = r"s\d-[0-9a-f]{6}, s\d-[0-9a-f]{6}"
+    why = rf"gloo on CPU \(2 GPUs in use by {users}; use --gpus all to include them, or --queue to wait\)"
+    assert re.search(why, third.stdout)
     used = {re.search(r"GPU-\d+-\d", finish(cli, f"s{number}", job)) for number, job in enumerate(jobs)}
     assert len({not_none(match)[0] for match in used}) == 2
 

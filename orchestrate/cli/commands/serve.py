@@ -310,7 +310,9 @@ def run(args: argparse.Namespace) -> int:
     try:
         server = Server(Site(args.runs, args.shown, args.clock), args.port)
     except OSError as error:
-        raise ResourceError(f"cannot listen on port {args.port}: {error.strerror}", "use --port PORT") from None
+        raise ResourceError(
+            f"cannot listen on port {args.port}: {error.strerror}", "use --port PORT, or 0 for any that is free"
+        ) from None
     with server:
         out(server.address)
         flush()

@@ -366,8 +366,11 @@ def test_the_default_job_must_run_on_any_machine_with_a_gpu():
     site = HERE.but(gpus=("GPU-0",), gpu_note="1 GPU in use by other programs, skipped")
     assert ", on 1 shared GPU (" in str(plan(JobSpec(), site, "a-1"))
     for spec in (JobSpec(command=("x.py",)), JobSpec(gpus="all")):
-        with pytest.raises(ResourceError, match=r"only 1 is available \(1 GPU in use by other programs, skipped\)"):
+        with pytest.raises(
+            ResourceError, match=r"only 1 is available \(1 GPU in use by other programs, skipped\)"
+        ) as e:
             plan(spec, site, "a-1")
+        assert e.value.hint.startswith("wait for them (--queue), use fewer")
 
 
 def test_a_node_must_use_one_mig_instance():
