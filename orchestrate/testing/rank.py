@@ -6,6 +6,7 @@ plug-in asks for in `test.json`, and writes the reports of test N to `results/N-
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import json
 import linecache
@@ -76,6 +77,8 @@ class Rank:
             self.reports, self.warnings, self.failed, following = [], [], 0.0, items.get(asked["next"])
             os.environ |= {"MASTER_PORT": str(asked["port"]), "TORCHELASTIC_USE_AGENT_STORE": str(asked["hosted"])}
             if item:
+                with contextlib.suppress(OSError):
+                    os.write(1, f"== {item.nodeid}\n".encode(errors="replace"))  # in the log
                 session.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
             self.done(self.reports, [] if item else self.errors or [f"{asked['item']} is not there"])
         return True

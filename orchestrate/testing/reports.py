@@ -9,11 +9,13 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import pytest
+from _pytest._code.code import ReprFileLocation, TerminalRepr
+from _pytest._io import TerminalWriter
 
 from orchestrate import console
 from orchestrate.supervise.diagnosis.root_cause import COMPLAINT
 from orchestrate.supervise.hang import late
-from orchestrate.supervise.stacks import grouped, position
+from orchestrate.supervise.stacks import Position, grouped, position
 
 PHASES, OUTCOMES = ("setup", "call", "teardown"), ("passed", "failed", "skipped")
 MAX_WARNINGS = 100  # of a test on one rank
@@ -128,6 +130,8 @@ def merged(
                 kept = [each for each in report.sections if not each[0].startswith(STREAMS)]
                 report.sections = [*kept, *_printed({rank: output(rank)})]
             chosen.append(report)
+            if report.failed and phase == "setup":  # other ranks may be in the test: it has not run, however
+                break
     return chosen
 
 
@@ -185,18 +189,23 @@ def _message(report: pytest.TestReport) -> str:
 
 def places(ranks: list[int], stacks: Mapping[int, str]) -> dict[int, str]:
     """Return where each of these ranks was in its test."""
-    found = {rank: position(stacks.get(rank, "")) for rank in ranks}
+    found = {rank: _position(stacks.get(rank, "")) for rank in ranks}
     return {rank: f"was at {at.where}" if at else "had not ended" for rank, at in found.items()}
 
 
-def stacks(found: Mapping[int, str], ranks: list[int]) -> str:
-    """Return the rank that the others wait for, and the stacks of the main threads of ranks, equal ones once."""
-    if not ranks:
-        return ""
-    groups = grouped({rank: _own(found.get(rank, "")) for rank in ranks})
-    rank, what = late({}, {rank: position(found.get(rank, "")) for rank in ranks})
-    head = [f"rank {rank} {what}"] if len(groups) > 1 else []
-    return "\n".join([*head, *(f"{named(group)}:\n{text or '  no stack'}" for group, text in groups)])
+def _position(stacks: str) -> Position | None:
+    """Return where a rank is in its test; None if it is not there, for example since it reports its own failure."""
+    found = position(f"Stack (of a test):\n{_own(stacks)}")
+    return found if found and found.own else None
+
+
+def stacks(found: Mapping[int, str], ranks: list[int]) -> tuple[str, str]:
+    """Return which rank the others wait for, if it can be told, and the stacks of ranks, equal ones once."""
+    places = {rank: _position(found.get(rank, "")) for rank in ranks}
+    groups = grouped({rank: _own(found.get(rank, "")) if places[rank] else "" for rank in ranks})
+    rank, what = late({}, places)
+    shown = [f"{named(group)}:\n{text or '  not in the test'}" for group, text in groups]
+    return f"rank {rank} {what}" if len(groups) > 1 else "", "\n".join(shown)
 
 
 def _own(stacks: str) -> str:
@@ -227,12 +236,24 @@ def _printed(output: Mapping[int, str]) -> list[tuple[str, str]]:
     return [(f"Captured output of rank {rank}", text) for rank, text in output.items() if text]
 
 
+class Explanation(TerminalRepr):
+    """Why a test has no result of its own, with one line of it for pytest's summary."""
+
+    def __init__(self, item: pytest.Item, text: str, line: str) -> None:
+        self.text, self.reprcrash = text, ReprFileLocation(str(item.path), item.location[1] or 0, line)
+
+    def toterminal(self, tw: TerminalWriter) -> None:
+        """Print the text."""
+        for line in self.text.splitlines():
+            tw.line(line)
+
+
 def unfinished(
-    item: pytest.Item, text: str, when: str = "call", output: Mapping[int, str] = {}
+    item: pytest.Item, text: str, when: str = "call", output: Mapping[int, str] = {}, line: str = ""
 ) -> list[pytest.TestReport]:
     """Return the reports of a test that no rank has ended, or that could not start; `text` says why.
 
-    `output` is what ranks have printed.
+    `output` is what ranks have printed; `line` is for pytest's summary, by default the first one of the text.
     """
     sections = _printed(output)
     made = []
@@ -245,7 +266,7 @@ def unfinished(
                     item.location,
                     dict.fromkeys(item.keywords, 1),
                     "failed" if failed else "passed",
-                    text if failed else None,
+                    Explanation(item, text, line or text.partition("\n")[0]) if failed else None,
                     phase,  # type: ignore[arg-type]
                     sections if failed else (),
                 )

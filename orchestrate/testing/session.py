@@ -108,7 +108,9 @@ class Worlds:
             self._give_up()
             return reports.unfinished(item, str(error))
         except BaseException:  # Ctrl-C
-            self._give_up()
+            stacks = self._give_up()
+            for text in reports.stacks(stacks, sorted(stacks)) if stacks else ():
+                self.config.get_terminal_writer().line(f"\n{text}")
             raise
 
     def _run(self, world: World, item: pytest.Item, following: str | None) -> list[pytest.TestReport]:
@@ -133,10 +135,13 @@ class Worlds:
         gone = "; ".join(f"rank {rank} exited with code {world.left[rank]} during the test" for rank in left)
         what = ended or gone or f"{reports.named(missing)} did not end within {limit:g} s"
         waiting = [rank for rank in missing if rank in stacks or not (ended or rank in left)]
-        parts = what, reports.stacks(stacks, waiting), reports.outcomes(ran)
+        head, shown = reports.stacks(stacks, waiting) if waiting else ("", "")
+        head = "" if crashed else head  # the others wait for a rank that is gone
+        parts = what, head, shown, reports.outcomes(ran)
         in_setup = waiting and all(SETUP in stacks.get(rank, "") for rank in waiting)
-        output = {} if ended else {rank: world.output(rank) for rank in missing}
-        return reports.unfinished(item, "\n".join(filter(None, parts)), "setup" if in_setup else "call", output)
+        output = {rank: world.output(rank) for rank in missing}
+        phase = "setup" if in_setup else "call"
+        return reports.unfinished(item, "\n".join(filter(None, parts)), phase, output, head)
 
     def _read(self, data: Any) -> reports.Ran:
         load = self.config.hook.pytest_report_from_serializable

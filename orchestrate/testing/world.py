@@ -164,10 +164,14 @@ class World:
         return {rank: text for rank in range(self.size) if (text := self._stacks(rank))}
 
     def output(self, rank: int) -> str:
-        """Return the end of what a rank has printed in the last test."""
+        """Return the end of what a rank has printed in the last test, without the line that names it."""
         with contextlib.suppress(OSError), self._job._paths.folder.open(log(rank)) as file:
-            file.seek(max(self._logged.get(rank, 0), os.fstat(file.fileno()).st_size - MAX_OUTPUT))
-            return console.clean(file.read(MAX_OUTPUT).decode(errors="replace"), colors=True)
+            first, last = self._logged.get(rank, 0), os.fstat(file.fileno()).st_size - MAX_OUTPUT
+            file.seek(max(first, last))
+            text = console.clean(file.read(MAX_OUTPUT).decode(errors="replace"), colors=True)
+            if first >= last:
+                return text.partition("\n")[2] if text.startswith("== ") else text
+            return f"[the rest is in {self._job._paths.log(rank)}]\n{text.partition(chr(10))[2]}"
         return ""
 
     def _log_size(self, rank: int) -> int:
