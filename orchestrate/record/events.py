@@ -158,7 +158,7 @@ class WorkersStarted(Event):
 
 
 class CheckpointSaved(Event):
-    """The checkpoints folder has new or changed entries; what changes within two seconds counts as one checkpoint."""
+    """The checkpoints folder has new or changed entries; changes less than two seconds apart are one, for up to ten."""
 
 
 @dataclass(frozen=True)

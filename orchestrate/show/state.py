@@ -79,7 +79,8 @@ class Rank:
             known = self.exact and found.total != old.total  # the bar has not the steps of the job
             found = replace(found, step=None) if known else replace(found, bar=of_epoch)
         elif found.epochs and not self.steps:
-            found = replace(found, step=found.epoch, total=found.epochs)
+            metrics = {name: value for name, value in found.metrics.items() if name != "epoch"}
+            found = replace(found, step=found.epoch, total=found.epochs, metrics=metrics)
         if not self.steps and found.step is not None and not found.epochs:
             self.steps, self.stepped = True, (0, 0.0)
             self.paces.clear()

@@ -17,6 +17,7 @@ NOT_THE_JOB = (Reason.ENGINE_LOST, Reason.INTERRUPTED)  # causes outside the job
 NO_PROGRESS = 3  # generations without progress that end a job, as in nvidia-resiliency-ext
 CRASH_LOOP_SECONDS = 30.0  # a generation that fails sooner, without progress, is part of a crash loop
 MAX_AN_HOUR, HOUR = 100, 3600.0  # restarts, if they are not counted, and seconds
+NOT_SAVED = f"no progress in {NO_PROGRESS} generations: no new checkpoint, and no higher step in metrics.jsonl"
 MAX_DELAY = 30.0  # seconds
 
 
@@ -72,7 +73,7 @@ def decide(spec: JobSpec, history: Sequence[GenerationResult], search: Search) -
     if last_action == "ignore" and len(lately) > MAX_AN_HOUR:
         return Decision(False, f"more than {MAX_AN_HOUR} restarts within an hour")
     if len(relevant) >= NO_PROGRESS and not any(ended.progress for ended in relevant[-NO_PROGRESS:]):
-        return Decision(False, f"no progress in {NO_PROGRESS} generations")
+        return Decision(False, NOT_SAVED)
     place = (
         f"restart {len(counted)} of {spec.max_restarts}"
         if last_action == "count"

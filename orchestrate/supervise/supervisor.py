@@ -17,7 +17,7 @@ from orchestrate.supervise.generation import Generation
 from orchestrate.supervise.nodes import Nodes
 from orchestrate.supervise.policy import decide
 
-WORTH = 10.0  # seconds of a generation whose loss is worth a warning
+WORTH = 3.0  # seconds of a generation whose loss is worth a warning
 STARTS_OVER = "$JOB_DIR/checkpoints is empty: unless the script saves elsewhere, it starts over"
 ABANDONED = "they did not end in time after a request to stop"
 

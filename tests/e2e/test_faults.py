@@ -19,6 +19,7 @@ from support.repo import ROOT
 from support.waiting import eventually
 
 from orchestrate.spec.spec import IMAGE
+from orchestrate.supervise.policy import NOT_SAVED
 
 
 def restarted(job: Background, rank: int, cause: str) -> None:
@@ -155,7 +156,7 @@ def test_a_job_that_fails_at_the_same_step_must_end_after_three_generations(read
     )
     job = Background(ready, engine, "--max-restarts", "50", "--", "train.py")
     assert job.end() == 1
-    assert ready.report()["reason"] == "no progress in 3 generations"
+    assert ready.report()["reason"] == NOT_SAVED
     assert ready.report()["generations"] == 4  # the first one did make progress
     delays = [event["delay"] for event in job.events("restart_decided")]
     assert delays == [0.0, 0.0, 1.0, 0.0]

@@ -190,7 +190,7 @@ def test_the_time_of_a_hang_must_not_count_as_goodput(view):
 def test_epochs_must_count_as_progress_until_there_are_steps(view):
     view.hear(0, said("Epoch 1/50, loss 0.5"), 10.0)
     view.hear(0, said("Epoch 2/50, loss 0.25"), 12.0)
-    assert status(view, 0.0) == "epoch 2 of 50 (4%), 1:36 left, loss 0.25, epoch 2"
+    assert status(view, 0.0) == "epoch 2 of 50 (4%), 1:36 left, loss 0.25"
     view.measure({"step": 10, "total_steps": 20}, 13.0)
     view.hear(0, said("Epoch 3/50"), 14.0)
     assert status(view, 0.0).startswith("step 10 of 20 (50%), loss 0.25") and not view.ranks[0].paces

@@ -11,6 +11,7 @@ from orchestrate.engines.base import Stop
 from orchestrate.record.outcomes import JobResult, Outcome, WorkerExit
 from orchestrate.spec.causes import Reason
 from orchestrate.spec.spec import JobSpec
+from orchestrate.supervise.policy import NOT_SAVED
 
 RESET = "RuntimeError: Connection reset by peer\n"
 
@@ -82,9 +83,7 @@ def test_a_new_checkpoint_must_count_as_progress_without_metrics(job, saves):
 
     engine.start = save
     outcome = job.run(engine, JobSpec(trainers=2, grace=0.01, max_restarts=10))
-    assert outcome == (
-        JobResult(Outcome.SUCCEEDED, "finished") if saves else JobResult(Outcome.FAILED, "no progress in 3 generations")
-    )
+    assert outcome == (JobResult(Outcome.SUCCEEDED, "finished") if saves else JobResult(Outcome.FAILED, NOT_SAVED))
     assert {ended.progress for ended in job.supervisor.history.ended} == {saves}
 
 

@@ -9,7 +9,7 @@ from orchestrate.record.outcomes import Cause, GenerationResult, Outcome
 from orchestrate.spec.causes import ACTIONS, CAUSES, RULES, Reason
 from orchestrate.spec.spec import JobSpec
 from orchestrate.supervise import policy
-from orchestrate.supervise.policy import Decision
+from orchestrate.supervise.policy import NOT_SAVED, Decision
 
 decide, action = partial(policy.decide, search=re.search), partial(policy.action, search=re.search)
 
@@ -84,11 +84,11 @@ def test_a_generation_that_was_stopped_to_add_a_node_must_not_be_counted():
 def test_three_generations_without_progress_must_end_the_job():
     history = [failure(number, progress=False, step=7) for number in range(3)]
     assert decide(JobSpec(max_restarts=100), history[:2]).restart
-    assert decide(JobSpec(max_restarts=100), history) == Decision(False, "no progress in 3 generations")
+    assert decide(JobSpec(max_restarts=100), history) == Decision(False, NOT_SAVED)
     assert decide(JobSpec(max_restarts=100), [*history[:2], failure(2)]).restart
-    assert decide(JobSpec(max_restarts=100), [failure(0), *history]) == Decision(False, "no progress in 3 generations")
+    assert decide(JobSpec(max_restarts=100), [failure(0), *history]) == Decision(False, NOT_SAVED)
     stopped = [failure(number, "terminated", progress=False) for number in range(3)]
-    assert decide(JobSpec(), stopped) == Decision(False, "no progress in 3 generations")
+    assert decide(JobSpec(), stopped) == Decision(False, NOT_SAVED)
 
 
 @pytest.mark.parametrize("cause", ["engine lost", "interrupted"])

@@ -15,6 +15,7 @@ from orchestrate.record.outcomes import JobResult, Outcome, WorkerExit
 from orchestrate.record.progress import Progress
 from orchestrate.record.report import line
 from orchestrate.spec.spec import JobSpec
+from orchestrate.supervise.policy import NOT_SAVED
 
 
 def test_a_job_must_succeed_only_when_all_workers_have(job):
@@ -73,7 +74,7 @@ def test_metrics_must_count_as_progress(job):
 def test_repeated_metrics_must_not_count_as_progress(job):
     engine = RecordingEngine(*[[KILLED]] * 6)
     job.paths.metrics.write_text('{"step": 5}\n')
-    assert job.run(engine, JobSpec(trainers=2, grace=0.01, max_restarts=10)).why == "no progress in 3 generations"
+    assert job.run(engine, JobSpec(trainers=2, grace=0.01, max_restarts=10)).why == NOT_SAVED
     assert [ended.progress for ended in job.supervisor.history.ended] == [True, False, False, False]
 
 
