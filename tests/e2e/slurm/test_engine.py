@@ -204,7 +204,8 @@ def test_a_preempted_job_must_save_and_be_put_back_into_the_queue(jobs):
     )
     assert not (run / "report.json").exists()
     assert (run / "checkpoints" / "rank-2").read_text() == str(jobs.steps(run, 2)[-1][0])
-    jobs.cluster("scontrol", "update", f"JobId={number(run)}", "StartTime=now")
+    # Slurm lets a job wait for two minutes: within a second of its end, its machines refuse it.
+    jobs.cluster("scontrol", "update", f"JobId={number(run)}", "StartTime=now+3")
     eventually(lambda: jobs.steps(run, 2)[-1][1] == 1)
     steps = jobs.steps(run, 2)
     assert complete(steps, last=steps[-1][0])
