@@ -7,7 +7,7 @@ import dataclasses
 import secrets
 from pathlib import Path
 
-from orchestrate.api import queue
+from orchestrate.api import queue, removal
 from orchestrate.api.prepare import Prepared
 from orchestrate.api.script import check_script
 from orchestrate.engines import choice
@@ -81,9 +81,9 @@ def check(paths: JobPaths) -> Plan:
         raise UsageError(f"{name} has not ended: it {state}", f"python -m orchestrate attach {name}")
     if data["outcome"] == Outcome.SUCCEEDED:
         raise UsageError(f"{name} has succeeded", "start a new job; its script can load the checkpoints of this one")
-    if data["left_behind"]:
-        raise UsageError(f"not all nodes of {name} were removed", f"python -m orchestrate stop {name}")
     spec, last = run_dir.load(paths)
+    if data["left_behind"] and (paths.cluster or removal.resources([choice.of_plan(spec, last)], name)):
+        raise UsageError(f"not all nodes of {name} were removed", f"python -m orchestrate stop {name}")
     user, owner = users.nodes_of(spec.user), paths.shared.stat().st_uid
     if last.contained and user and user[0] != owner:  # who could not write to the job folder
         raise UsageError(

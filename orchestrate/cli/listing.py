@@ -17,7 +17,7 @@ from orchestrate.engines.base import JobState
 from orchestrate.errors import UsageError
 from orchestrate.files.lines import last
 from orchestrate.files.paths import METRICS
-from orchestrate.host import claims, owners
+from orchestrate.host import claims, owners, records
 from orchestrate.record import batch, lock, metrics, run_dir
 from orchestrate.record.paths import JobPaths
 from orchestrate.spec.sizes import format_bytes
@@ -60,7 +60,7 @@ def current(runs: Path) -> Iterator[Listed]:
             continue
         if lock.supervisor(paths):
             yield from _supervised(paths, "running")
-        elif batch.of(paths) and not os.path.lexists(paths.report):  # of a job of Slurm that has left the queue
+        elif not os.path.lexists(paths.report) and records.find(folder):  # after a reboot, for example
             yield from _supervised(paths, "no supervisor")
 
 

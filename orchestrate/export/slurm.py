@@ -8,6 +8,7 @@ import shlex
 import sys
 from pathlib import Path
 
+from orchestrate import console
 from orchestrate.engines.slurm.script import flags
 from orchestrate.errors import UsageError
 from orchestrate.export import carries_node, check_folders, quoted, shape
@@ -22,6 +23,7 @@ NOTICE_SECONDS = 30  # in addition to the grace period: SIGTERM before the alloc
 NO_RESTART = "2|64|78|126|127"  # exit codes that a restart cannot fix; see docs/restarts.md
 MOUNTABLE = re.compile(r"[\w./@%+=~-]+")  # paths that all versions of Apptainer and Pyxis can mount
 IMAGE_FILE = re.compile(r"^[./]|://|\.(sif|sqsh)$")  # an image that is no name in a registry
+LINE = re.compile(r"[^\s\"'#\\]*")  # what sbatch does not split, unquote or cut off
 HEAD = {
     "venv": "Nodes run the Python of this environment, which every machine must see at the same path.",
     "apptainer": "Each node runs in the image {image}, with Apptainer.",
@@ -106,6 +108,10 @@ def slurm(spec: JobSpec, name: str, form: str) -> str:
     if job.secrets:
         heads.append(f"Set in the environment of sbatch: {', '.join(job.secrets)}.")
     given = {key: value for key, value in spec.slurm.items() if key != REQUEUES}
+    for key, value in given.items():
+        if not LINE.fullmatch(value):
+            hint = "remove spaces, quotes, # and backslashes, or set it on the command line of sbatch"
+            raise UsageError(f"slurm.{key}: {console.quoted(value)} cannot be in a #SBATCH line", hint)
     words = flags({key: str(value) for key, value in (options | {"requeue": ""} | given).items()})
     return SCRIPT.format(
         name=name,

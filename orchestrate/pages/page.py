@@ -177,7 +177,8 @@ def _arguments(command: str) -> dict[str, str]:
         if not word.startswith("--"):
             rest.append(word)
         else:
-            found[name] = value if equals or not words or words[-1].startswith("--") else words.pop()
+            value = value if equals or not words or words[-1].startswith("--") else words.pop()
+            found[name] = f"{found[name]}, {value}" if name in found else value
     return {name: value or "set" for name, value in found.items()} | {"command": shlex.join(rest)}
 
 

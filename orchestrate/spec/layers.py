@@ -150,7 +150,7 @@ def read_file(path: Path) -> dict[str, Any]:
 
 def layer(text: str, path: Path) -> dict[str, Any]:
     """Parse the text of a job file into a layer; raises UsageError with the location of the error."""
-    if re.search(r"^services:[ \t]*(?:#.*)?$", text, re.M):  # a mapping; that of a job is a path
+    if re.search(r"^services:[ \t]*\n(?:[ \t]*(?:#.*)?\n)*[ \t]+[\w.-]+:[ \t]*$", text, re.M):  # of a job, it is a path
         what = f"{path} is a Compose file, not a job file"
         raise UsageError(what, f"write its job as keys: {called()} help compose.md")
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import yaml
@@ -35,7 +35,7 @@ def job_file(text: str) -> str:
     if name := found.get("job-name"):
         job["name"] = name
     tasks, nodes = _number(found.get("ntasks-per-node")) or 1, _number(found.get("nodes")) or 1
-    per_node = re.fullmatch(r"(?:gpu:)?(?:[\w.-]+:)?(\d+)", found.get("gpus-per-node") or found.get("gres", ""))
+    per_node = re.fullmatch(r"(?:gpu:)?(?:[\w.-]+:)?(\d{1,6})", found.get("gpus-per-node") or found.get("gres", ""))
     gpus = int(per_node[1]) * nodes if per_node else _number(found.get("gpus"))
     known = {"SLURM_NNODES": nodes, "SLURM_JOB_NUM_NODES": nodes, "SLURM_GPUS_ON_NODE": gpus // nodes}
     lines = _lines(text)
@@ -43,7 +43,7 @@ def job_file(text: str) -> str:
     job |= {"nodes": nodes, "nproc_per_node": launched or tasks}
     if cores := _number(found.get("cpus-per-task")):
         job["cpus"] = cores * tasks
-    if memory := re.fullmatch(r"(\d+)([KMGT]?)B?", found.get("mem", ""), re.I):
+    if memory := re.fullmatch(r"(\d{1,15})([KMGT]?)B?", found.get("mem", ""), re.I):
         job["memory"] = memory[1] + (memory[2] or "M").lower()
     if gpus:
         job["gpus"] = gpus
@@ -53,7 +53,7 @@ def job_file(text: str) -> str:
     if rest := {name: value or True for name, value in found.items() if name not in {*SET_HERE, "gres"}}:
         job["slurm"] = rest
     left += [f"--{name}" for name in found if name in SET_HERE and name not in MAPPED]
-    head = yaml.safe_dump(job | {"command": command}, sort_keys=False, width=1000).rstrip()
+    head = yaml.safe_dump(job | {"command": _masked(command)}, sort_keys=False, width=1000).rstrip()
     return "\n".join([head, *(f"# not carried over: {line}" for line in left)])
 
 
@@ -71,8 +71,25 @@ def _settings(lines: list[str]) -> tuple[dict[str, str], list[str]]:
         if match and not is_secret(match[1], match[2]):
             env[match[1]] = match[2].strip("'")
         else:
-            left.append(f"export {line[7:].partition('=')[0]}" if line.startswith("export ") else line[:MAX_SHOWN])
+            left.append(_named(line))
     return env, left
+
+
+def _named(line: str) -> str:
+    """Return how a line begins, up to values, which may be secrets."""
+    words = [word.partition("=")[0] for word in line.split()[:4]]
+    ends = next((number for number, word in enumerate(words) if word in ("login", "&&", "|", ";")), len(words))
+    return " ".join(words[: ends + 1])[:MAX_SHOWN]
+
+
+def _masked(words: Sequence[str]) -> list[str]:
+    """Return a command without what looks like a secret."""
+    found = []
+    for word in words:
+        name, equals, value = word.partition("=")
+        secret = is_secret(name.lstrip("-").replace("-", "_"), value) if equals else is_secret("", word)
+        found.append(f"{name}{equals}SECRET" if secret and equals else "SECRET" if secret else word)
+    return found
 
 
 def _options(text: str) -> dict[str, str]:

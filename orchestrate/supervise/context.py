@@ -73,6 +73,7 @@ class JobContext:
     stops: Callable[[], int]  # number of stop requests so far
     evicted: Callable[[], bool] = never  # whether a scheduler ends the allocation of the job
     files: JobFiles
+    without_nodes: bool = False  # whether an earlier supervisor has removed them, and only the report is missing
     copies: NoCopies = field(default_factory=NoCopies)
     usage: UsageSink = field(default_factory=UsageSink)
 

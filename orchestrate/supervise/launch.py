@@ -76,7 +76,8 @@ def supervise(
                 observer.planned(plan)
 
             emit = recorder(paths, _heard(notifier, observer), hide=hide)
-            removed = _check_end(paths, plan, emit)
+            ended = not paths.cluster and not records.need(paths.root).key  # on a cluster, it has no key
+            removed = _check_end(paths, plan, emit) if ended else None
             stack.enter_context(_reserve(paths))
             emit(SupervisorStarted(plan.job_id, round(prepared, 3), boot(), round(emit.clock.monotonic(), 3)))
             job = JobContext(
@@ -88,6 +89,7 @@ def supervise(
                 stops=stops,
                 evicted=evicted,
                 files=files,
+                without_nodes=ended,
                 copies=_copies(spec, paths, stops, emit),
                 usage=SharedUsage(paths, observer),
             )
@@ -117,16 +119,17 @@ def _heard(notifier: Notifier, observer: Observer) -> Callable[[Event], None]:
 
 
 def _check_end(paths: JobPaths, plan: Plan, emit: Recorder) -> OrchestrateError | None:
-    """Return why a job cannot start that was moved out of its cluster before it did; None for all others.
+    """Return why a job without nodes has ended that was moved out of its cluster; None if its outcome is known.
 
-    Raises UsageError for a job that has ended, as its record says, and whose outcome is not among its events.
+    Raises UsageError for any other whose outcome is not among its events.
     """
-    ended, name = not paths.cluster and not records.need(paths.root).key, paths.root.name  # on a cluster, it has no key
-    if ended and plan.placement.cluster and not emit.events:
-        return OrchestrateError("its cluster was removed before it started", f"python -m orchestrate resume {name}")
-    if ended and not History(emit.events).outcome:
-        raise UsageError(f"{name} has ended, and how was not recorded", f"its files stay in {paths.root}; run it again")
-    return None
+    name = paths.root.name
+    if History(emit.events).outcome:
+        return None
+    if plan.placement.cluster:
+        what = "while it ran" if emit.events else "before it started"
+        return OrchestrateError(f"its cluster was removed {what}", f"python -m orchestrate resume {name}")
+    raise UsageError(f"{name} has ended, and how was not recorded", f"its files stay in {paths.root}; run it again")
 
 
 @contextlib.contextmanager

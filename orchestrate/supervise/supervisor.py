@@ -44,7 +44,7 @@ class Supervisor:
         """Run the job and always remove its nodes; raises OrchestrateError if it could not start or continue."""
         failure = None
         result = self.result
-        if self.history.running < 0 and (result or self.history.recent):
+        if self.history.running < 0 and (result or self.history.recent) and not self.job.without_nodes:
             self._reconnect()
         try:
             self.job.copies.begin(self.job.is_over)
@@ -69,8 +69,9 @@ class Supervisor:
             if self.connected:
                 self.job.session.down(grace, self.job.hurried)
             elif self.plan.placement.cluster:
-                self.job.session.adopt(self.plan)
-                self.job.session.down(grace, self.job.hurried)
+                if not self.job.without_nodes:
+                    self.job.session.adopt(self.plan)
+                    self.job.session.down(grace, self.job.hurried)
             else:  # left by another supervisor; this one has started no nodes
                 self.job.engine.remove(self.plan.job_id, grace)
             self.emit(events.NodesDown())

@@ -56,7 +56,7 @@ def read(data: Any, load: Callable[[Any], Any]) -> Ran:
     """Return what a rank has written; raises ValueError if it is something else."""
     try:
         found = [_checked(load(each)) for each in _cleaned(data["reports"])]
-        phases, error = dict[str, pytest.TestReport](), "\n".join(map(str, data["errors"][:1]))
+        phases, error = dict[str, pytest.TestReport](), _cleaned("\n".join(map(str, data["errors"][:1])))
         for each in found:
             if each.when not in phases or not phases[each.when].failed:  # a failed subtest is one of several reports
                 phases[each.when] = each

@@ -13,8 +13,8 @@ from orchestrate.cli.parser import Parser
 from orchestrate.console import print_message
 from orchestrate.engines import choice
 from orchestrate.errors import UsageError
-from orchestrate.host import records
-from orchestrate.record import run_dir
+from orchestrate.host import owners, records
+from orchestrate.record import lock, run_dir
 from orchestrate.record.paths import JobPaths
 
 if TYPE_CHECKING:
@@ -46,6 +46,10 @@ def run(args: argparse.Namespace) -> int:
     chosen = matches[0]
     name, engine = chosen.name, choice.of_plan(chosen.spec, chosen.plan)
     resources = removal.resources([engine], name)
+    for paths in [] if chosen.user() else chosen.jobs():
+        if not (owners.foreign(paths.root) or run_dir.ended(paths) or lock.supervisor(paths)):
+            hint = f"python -m orchestrate stop {paths.root.name} ends it, attach {paths.root.name} continues it"
+            raise UsageError(f"{name} is in use by {paths.root.name}, which has no supervisor", hint)
     if args.dry_run:
         return removal.show(resources, f"folder {chosen.paths.root}")
     if user := chosen.user():

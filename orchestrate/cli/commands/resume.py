@@ -37,9 +37,13 @@ def run(args: argparse.Namespace) -> int:
 
     Its code folder is copied again, except for files that workers wrote.
     """
+    with result.prepared(args):
+        return _resume(args)
+
+
+def _resume(args: argparse.Namespace) -> int:
     signals.interruptible()
     paths = find.paths_of(args)
-    result.prepare(args)
     display.style_of(args, resume.check(paths))  # its options may be wrong
     job = resume.resume(paths)
     if not options.quiet(args):

@@ -17,8 +17,8 @@ from orchestrate.engines.docker.address import address
 from orchestrate.errors import OrchestrateError
 
 TIMEOUT = 60.0  # seconds to wait for an answer, as the SDK does
-# The last ones are for another program at that address.
-ERRORS = (OrchestrateError, OSError, http.client.HTTPException, ValueError, TypeError, AttributeError, KeyError)
+ERRORS = (OrchestrateError, OSError, http.client.HTTPException, ValueError)
+ODD = (TypeError, AttributeError, KeyError, RecursionError)  # for another program at that address
 
 
 class _Connection(http.client.HTTPConnection):
@@ -55,7 +55,7 @@ class _Connection(http.client.HTTPConnection):
 
 def jobs() -> Iterator[JobState]:
     """Yield the jobs that have nodes; none if no engine answers."""
-    with contextlib.suppress(*ERRORS), contextlib.closing(_Connection()) as engine:
+    with contextlib.suppress(*ERRORS, *ODD), contextlib.closing(_Connection()) as engine:
         yield from labels.jobs(engine.containers(labels.JOB))
         if services := engine.get(f"/services?filters={_filter(labels.JOB)}"):
             yield from labels.service_jobs(services, engine.get("/tasks"))
@@ -64,7 +64,7 @@ def jobs() -> Iterator[JobState]:
 def memory(job_id: str) -> int:
     """Return the bytes of memory of a job's nodes, without cached files, as `docker stats` does; 0 if unknown."""
     found = 0
-    with contextlib.suppress(*ERRORS), contextlib.closing(_Connection()) as engine:
+    with contextlib.suppress(*ERRORS, *ODD), contextlib.closing(_Connection()) as engine:
         for node in engine.containers(f"{labels.JOB}={job_id}"):
             if labels.node(node):
                 stats = engine.get(f"/containers/{node.attrs['Id']}/stats?stream=false&one-shot=true") or {}

@@ -296,8 +296,9 @@ def test_attach_must_follow_if_another_supervisor_was_faster_and_ctrl_c_must_onl
 
 
 def test_ps_must_show_running_idle_and_unsupervised_jobs(do, engine, tmp_path):
-    for name in ("alone", "cluster", "damaged", "ended", "new", "runs", "used"):
+    for name in ("alone", "cluster", "damaged", "ended", "lost", "new", "runs", "used"):
         create(JobPaths(tmp_path / name), cluster=name if name in ("cluster", "used") else "")
+    end(JobPaths(tmp_path / "ended"))
     for name in ("on-used", "left-on-used"):
         create(JobPaths(tmp_path / name), cluster="used")
     engine.states = [runs_elsewhere(tmp_path / name, name) for name in ("alone", "runs")]
@@ -317,10 +318,11 @@ def test_ps_must_show_running_idle_and_unsupervised_jobs(do, engine, tmp_path):
         ["used", "docker", "3"],
         ["left-on-used", "docker", "3"],
         ["on-used", "docker", "3"],
+        ["lost", "docker", "0"],
         ["new", "docker", "0"],
     ]
-    on_used = ["no supervisor, on used", "running on used"]
-    for row, state in zip(rows[1:], ["no supervisor", "running", "idle, holds 3 MiB", "in use", *on_used, "running"]):
+    states = ["no supervisor", "running", "idle, holds 3 MiB", "in use", "no supervisor, on used", "running on used"]
+    for row, state in zip(rows[1:], [*states, "no supervisor", "running"]):
         assert row[3].startswith(f"{state} ") and row[3].endswith(str(tmp_path / row[0]))
 
 

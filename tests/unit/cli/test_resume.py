@@ -66,6 +66,7 @@ def test_a_job_that_may_still_run_must_not_be_resumed(do, engine, failed):
     name = failed.root.name
     report(failed, left_behind="container x")
     hint = f"hint: python -m orchestrate stop {name}"
+    engine.things = ["container x"]
     assert do("resume", name) == (2, [], [f"error: not all nodes of {name} were removed", hint])
     failed.report.unlink()
     hint = f"hint: python -m orchestrate attach {name}"
@@ -74,6 +75,12 @@ def test_a_job_that_may_still_run_must_not_be_resumed(do, engine, failed):
         error = f"error: {name} has not ended: it is supervised by process {other.pid}"
         assert do("resume", name) == (2, [], [error, hint])
     assert engine.calls == []
+
+
+def test_a_job_of_which_nothing_is_left_must_be_resumed_whatever_its_report_says(do, engine, failed):
+    report(failed, left_behind="container x")  # which a user has removed, for example
+    engine.generations = [[ALL_WELL]]
+    assert do("resume", failed.root.name)[0] == 0
 
 
 def test_a_job_whose_code_folder_is_gone_must_not_be_resumed(do, engine, failed, code, monkeypatch):

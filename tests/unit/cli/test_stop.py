@@ -10,7 +10,7 @@ import pytest
 from support.commanded import Meanwhile, Whole, create, end, noted, runs_elsewhere, supervised
 from support.methods import raising
 from support.optional import not_none
-from support.scripted import ALL_WELL
+from support.scripted import ALL_WELL, KILLED
 
 from orchestrate.engines import choice
 from orchestrate.errors import EngineError, OrchestrateError
@@ -42,6 +42,22 @@ def test_stop_must_remove_what_an_ended_job_has_left(do, paths, engine):
     assert (code, out, err[-1]) == (0, [], "a-1 stopped")
     assert engine.things == [] and engine.calls
     assert not_none(run_dir.ended(paths))["outcome"] == "succeeded"  # its outcome is unchanged
+
+
+def test_a_job_whose_report_could_not_be_written_must_get_it_later_and_be_resumable(do, runs, engine):
+    paths = create(JobPaths(runs / "a-1"), JobSpec(trainers=2, max_restarts=0, grace=0.01, command=("-m", "app.train")))
+    engine.generations = [[KILLED]]
+    do("attach", "a-1")
+    before = not_none(run_dir.ended(paths))
+    paths.report.unlink()  # after its nodes were removed, and their key
+    engine.calls, adopt = [], engine.adopt
+    engine.adopt = raising(EngineError("cannot connect to the nodes: a-1 has ended"))
+    code, _, err = do("attach", "a-1")
+    after = not_none(run_dir.ended(paths))
+    assert (after["outcome"], after["reason"], after["left_behind"]) == (before["outcome"], before["reason"], "")
+    assert not [line for line in err if "not all nodes" in line]
+    engine.adopt, engine.generations = adopt, [[ALL_WELL]]
+    assert do("resume", "a-1")[0] == 0
 
 
 def test_files_that_stay_on_nodes_of_a_cluster_must_be_copied_by_another_stop(do, runs, engine):

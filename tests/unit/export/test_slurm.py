@@ -19,6 +19,7 @@ from orchestrate.errors import UsageError
 from orchestrate.export.slurm import slurm
 from orchestrate.files.paths import NODE, PACKAGE
 from orchestrate.spec.layers import resolve
+from orchestrate.spec.spec import JobSpec
 
 
 def test_sbatch_options_must_be_whole_numbers_and_limited_to_what_the_job_needs():
@@ -39,6 +40,12 @@ def test_options_of_the_job_must_be_options_of_sbatch():
     script = slurm(resolve({"slurm": given, "max_run": "9h"}), "x", "venv")
     options = [line.removeprefix("#SBATCH --") for line in script.splitlines() if line.startswith("#SBATCH")]
     assert {"partition=gpu", "time=2h", "exclusive"} < {*options} and "requeues" not in script
+
+
+@pytest.mark.parametrize("value", ["gpu --output=/tmp/x", "a b", 'a"', "a'", "a#b", "a\\b", "a\tb"])
+def test_a_value_that_sbatch_would_split_or_cut_must_be_refused(value):
+    with pytest.raises(UsageError, match="slurm.partition: .* cannot be in a #SBATCH line"):
+        slurm(JobSpec(slurm={"partition": value}), "x", "venv")
 
 
 def test_an_image_that_no_machine_could_get_must_be_refused_and_a_file_be_used_as_it_is(monkeypatch):

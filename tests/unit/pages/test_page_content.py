@@ -168,6 +168,9 @@ def test_a_comparison_must_show_each_job_and_first_what_differs():
 
 def test_a_comparison_must_have_a_column_for_each_option_that_differs():
     commands = ["train.py --lr 0.1 --amp --name='a b' data", "train.py --lr 0.01 --name 'a b' data", "train.py data"]
+    repeated = [f"x.py --set lr={number} --set wd=2" for number in (1, 9)]
+    html = page([dataclasses.replace(RUN, command=command) for command in repeated], ["", ""])
+    assert " lr=1, wd=2 " in words(html) and " lr=9, wd=2 " in words(html)
     html = page([dataclasses.replace(RUN, command=command) for command in commands], ["", "", ""])
     heads = re.findall(r'<th scope="col"[^>]*>([^<]*)</th>', html)
     assert [name for name in heads if name.startswith("--") or name == "command"] == ["--lr", "--amp", "--name"]

@@ -82,6 +82,15 @@ def test_variables_must_be_kept_and_what_is_not_carried_over_be_listed_without_s
     assert text.splitlines()[-5:] == [f"# not carried over: {line}" for line in left] and "hf_" not in text
 
 
+def test_what_looks_like_a_secret_must_not_be_shown():
+    lines = ["#SBATCH -N 2", "AWS_SECRET_ACCESS_KEY=abcdSECRET aws s3 cp a b", "cd x && export HF_TOKEN=hf_abcdef"]
+    lines += ["wandb login 0123456789abcdef", "srun torchrun train.py --token=hf_ghijkl --api-key qwertz --lr 0.1"]
+    text = job_file("\n".join(lines))
+    assert not [secret for secret in ("abcdSECRET", "hf_abcdef", "0123456789abcdef", "hf_ghijkl") if secret in text]
+    assert yaml.safe_load(text)["command"][-2:] == ["--lr", "0.1"]
+    assert job_file(f"#SBATCH --gpus-per-node={'9' * 5000}\n#SBATCH --mem={'9' * 5000}")
+
+
 def test_a_script_without_options_must_be_none():
     assert job_file("#!/bin/bash\npython train.py\n") == ""
 

@@ -147,6 +147,7 @@ def test_what_xdist_could_not_send_on_must_be_replaced_or_refused():
 
 
 def test_control_characters_must_be_removed_except_colors():
+    assert reports.read(GOOD | {"errors": ["\x1b]0;title\x07\x1b[2Jx"]}, loaded).error.removesuffix("\x1b[0m") == "x"
     texts = {"longrepr": "\x1b]0;title\x07\x1b[2Ja\r", "sections": [["Captured\x1b[5n", "\x1b[31mred\x1b[0m\b"]]}
     report = reports.read(GOOD | {"reports": [REPORT | texts]}, loaded).reports["call"]
     assert report.longreprtext.removesuffix("\x1b[0m") == "a" and "\x1b[31mred" in report.sections[0][1]
