@@ -285,18 +285,17 @@ def _assigned_gpus(
             f"{nproc} workers per node, but a node can use only one MIG instance", "use --nproc-per-node 1"
         )
     shares = spec.share_gpus or (spec.gpus == "auto" and spec.command == APP)  # the app runs on any machine with a GPU
-    if (
-        shares and nproc <= len(gpus) and inventory.engine not in ("swarm", "slurm")
-    ):  # each worker of a node still has its own
+    shares = shares and inventory.engine not in ("swarm", "slurm")
+    if shares and nproc <= len(gpus):  # each worker of a node still has its own
         return tuple(gpus[rank % len(gpus)] for rank in range(world_size))
     if gpus and len(gpus) < world_size:
-        fewer = len(gpus) // nproc - 1
-        ways = [f"--nodes {fewer + 1}"] if fewer >= 0 else []
+        fewer = len(gpus) // nproc
+        ways = [f"--nodes {fewer}"] if fewer else []
+        wait = "wait for them (--queue), " if inventory.gpu_note and not spec.queue else ""
         raise ResourceError(
             f"{world_size} workers need {world_size} GPUs, but only {_number_is(len(gpus))} available"
             + (f" ({inventory.gpu_note})" if inventory.gpu_note else ""),
-            ("wait for them (--queue), " if inventory.gpu_note and not spec.queue else "")
-            + f"use fewer nodes or workers ({', '.join([*ways, '--nproc-per-node 1'] if nproc > 1 else ways)}), "
+            f"{wait}use fewer nodes or workers ({', '.join([*ways, '--nproc-per-node 1'] if nproc > 1 else ways)}), "
             + ("let nodes share GPUs (--set share_gpus=true), " if nproc <= len(gpus) else "")
             + "or train with gloo on CPU (--gpus none)",
         )

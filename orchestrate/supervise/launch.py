@@ -62,8 +62,7 @@ def supervise(
         stack.enter_context(lock.held(paths))
         spec, plan = run_dir.load(paths)
         claim.take(claims.needs(plan.engine, plan.gpus, spec.pin))
-        hide = spec.mask()
-        stack.enter_context(log_file.kept(paths.orchestrate_log, hide))
+        stack.enter_context(log_file.kept(paths.orchestrate_log, hide := spec.mask()))
         log.info("orchestrate %s, Python %s, %s", __version__, platform.python_version(), " ".join(os.uname()[::2]))
         seen = _take_cluster(paths, stack) or paths.shared
         files, notifier = JobFiles(paths, hide), Notifier(spec.on_event, plan.job_id, str(paths.root))
@@ -76,8 +75,7 @@ def supervise(
                 observer.planned(plan)
 
             emit = recorder(paths, _heard(notifier, observer), hide=hide)
-            ended = not paths.cluster and not records.need(paths.root).key  # on a cluster, it has no key
-            removed = _check_end(paths, plan, emit) if ended else None
+            removed = _check_end(paths, plan, emit) if (ended := _has_ended(paths)) else None
             stack.enter_context(_reserve(paths))
             emit(SupervisorStarted(plan.job_id, round(prepared, 3), boot(), round(emit.clock.monotonic(), 3)))
             job = JobContext(
@@ -116,6 +114,11 @@ def _heard(notifier: Notifier, observer: Observer) -> Callable[[Event], None]:
             threading.Thread(target=_load_pages, daemon=True).start()
 
     return hear
+
+
+def _has_ended(paths: JobPaths) -> bool:
+    """Whether the nodes of a job were removed at its end, and with them their key; on a cluster, it has none."""
+    return not paths.cluster and not records.need(paths.root).key
 
 
 def _check_end(paths: JobPaths, plan: Plan, emit: Recorder) -> OrchestrateError | None:

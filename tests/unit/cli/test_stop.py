@@ -50,13 +50,13 @@ def test_a_job_whose_report_could_not_be_written_must_get_it_later_and_be_resuma
     do("attach", "a-1")
     before = not_none(run_dir.ended(paths))
     paths.report.unlink()  # after its nodes were removed, and their key
-    engine.calls, adopt = [], engine.adopt
-    engine.adopt = raising(EngineError("cannot connect to the nodes: a-1 has ended"))
+    engine.calls, adopt, down = [], engine.adopt, engine.down
+    engine.adopt = engine.down = raising(EngineError("cannot connect to the nodes: a-1 has ended"))
     code, _, err = do("attach", "a-1")
     after = not_none(run_dir.ended(paths))
     assert (after["outcome"], after["reason"], after["left_behind"]) == (before["outcome"], before["reason"], "")
     assert not [line for line in err if "not all nodes" in line]
-    engine.adopt, engine.generations = adopt, [[ALL_WELL]]
+    engine.adopt, engine.down, engine.generations = adopt, down, [[ALL_WELL]]
     assert do("resume", "a-1")[0] == 0
 
 
