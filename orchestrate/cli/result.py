@@ -65,9 +65,10 @@ def prepared(args: argparse.Namespace) -> Iterator[None]:
 
 
 def _named(args: argparse.Namespace) -> str:
-    """Return the name of a job that has none yet: that of its script or job file."""
-    script = next((word for word in args.script or () if word != "-m"), None)
-    return args.name or Path(script or args.file or "job").stem
+    """Return the name of a job, or for one that has none yet, that of its script or job file."""
+    given = vars(args)
+    script = next((word for word in given.get("script") or () if word != "-m"), None)
+    return given.get("job") or given.get("name") or Path(script or given.get("file") or "job").stem
 
 
 def show(args: argparse.Namespace, name: str, data: dict[str, Any]) -> int:

@@ -17,7 +17,8 @@ AGAIN = 1.0  # seconds until it is interrupted again, if it waits for its own th
 def interruptible() -> None:
     """Let SIGTERM and SIGHUP end what prepares a job as Ctrl-C does, with all that it has started."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    signal.signal(signal.SIGHUP, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup sets it
+        signal.signal(signal.SIGHUP, signal.default_int_handler)
 
 
 def count(spec: JobSpec) -> Any:

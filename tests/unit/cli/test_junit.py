@@ -90,3 +90,5 @@ def test_a_job_that_cannot_start_must_be_an_error_with_its_reason(do, tmp_path, 
     assert error is not None and "nope.py" in str(error.get("message")) and "hint: " in str(error.text)
     assert do("run", "--name", "digits", "--set", "trainers=x", "--junit-xml", file, "-m", "app.train")[0] == 2
     assert ET.parse(file).getroot()[0].get("name") == "digits"
+    assert do("resume", "none", "--junit-xml", file)[0] == 2
+    assert ET.parse(file).getroot()[0].get("name") == "none"
