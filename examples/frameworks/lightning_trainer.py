@@ -39,9 +39,21 @@ class Regression(L.LightningModule):
 class Metrics(L.Callback):
     """Writes the logged metrics to $JOB_DIR/metrics.jsonl, where orchestrate reads them."""
 
+    last = 0
+
     def on_train_batch_end(self, trainer, *_):
-        """Write a line every ten steps."""
-        if trainer.is_global_zero and trainer.global_step % 10 == 0 and "JOB_DIR" in os.environ:
+        """Write a line every ten steps, and not for each batch of a step."""
+        if trainer.global_step % 10 == 0 and trainer.global_step != self.last:
+            self.write(trainer)
+
+    def on_train_end(self, trainer, _):
+        """Write the last values, also of the validation."""
+        self.write(trainer)
+
+    def write(self, trainer):
+        """Write a line."""
+        self.last = trainer.global_step
+        if trainer.is_global_zero and "JOB_DIR" in os.environ:
             row = {"step": trainer.global_step, "total_steps": trainer.estimated_stepping_batches}
             row |= {name: value.item() for name, value in trainer.callback_metrics.items()}
             with open(Path(os.environ["JOB_DIR"]) / "metrics.jsonl", "a") as file:
@@ -58,9 +70,10 @@ trainer = L.Trainer(
     use_distributed_sampler=True,
 )
 last = checkpoints / "last.ckpt"
-if last.exists():
+resume = last if "JOB_DIR" in os.environ and last.exists() else None  # alone, each run starts anew
+if resume:
     print(f"resuming from {last}", flush=True)
 module = Regression()
-trainer.fit(module, DataLoader(dataset(), batch_size=32, shuffle=True), ckpt_path=last if last.exists() else None)
+trainer.fit(module, DataLoader(dataset(), batch_size=32, shuffle=True), ckpt_path=resume)
 weights = digest(module.net.state_dict())
 print(f"rank {trainer.global_rank} of {trainer.world_size}: {trainer.global_step} steps, weights {weights}", flush=True)

@@ -53,7 +53,7 @@ def _is_job(paths: JobPaths) -> bool:
 def find(args: argparse.Namespace, engines: list[Engine]) -> Path:
     """Return the run directory of the job that `args.job` is the name or unique prefix of, running or ended.
 
-    A job that has ended in another folder than `args.runs` is found only by its whole name.
+    A job in another folder than `args.runs` is found only by its whole name.
     Raises UsageError for one that another user could have created or can change: its content cannot be trusted.
     """
     runs, found = _matches(args, engines)
@@ -87,7 +87,8 @@ def _matches(args: argparse.Namespace, engines: list[Engine]) -> tuple[dict[str,
     states = [state for engine in engines for state in engine.jobs() if not state.cluster and state.named]
     running = {state.job_id: state.paths.root for state in states}
     runs = {folder.name: folder for folder in job_folders(args.runs)} | running
-    matches = [name for name in runs if name.startswith(args.job)]
+    here = [name for name in runs if runs[name].parent == args.runs or name == args.job]
+    matches = [name for name in here if name.startswith(args.job)]
     ours = [name for name in matches if name in running or records.find(runs[name])]
     found = [args.job] if args.job in ours else [name for name in ours if name in running] or ours
     found = found or [name for name in matches if name == args.job]  # created on another machine or by another account

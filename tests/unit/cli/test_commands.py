@@ -295,6 +295,17 @@ def test_attach_must_follow_if_another_supervisor_was_faster_and_ctrl_c_must_onl
     assert signal.getsignal(signal.SIGTERM) == signal.getsignal(signal.SIGHUP) == signal.SIG_DFL
 
 
+def test_a_running_job_of_another_folder_must_be_found_only_by_its_whole_name(do, engine, paths, tmp_path):
+    far = create(JobPaths(tmp_path / "far" / "a-12"))
+    end(far)
+    far.log(0).write_text("far\n")
+    end(paths)
+    paths.log(0).write_text("here\n")
+    engine.states = [runs_elsewhere(far.root)]
+    assert [do("logs", name)[1] for name in ("a", "a-1", "a-12")] == [["[0] here"], ["[0] here"], ["[0] far"]]
+    assert do("stop", "a-12x")[0] == 2
+
+
 def test_ps_must_show_running_idle_and_unsupervised_jobs(do, engine, tmp_path):
     for name in ("alone", "cluster", "damaged", "ended", "lost", "new", "runs", "used"):
         create(JobPaths(tmp_path / name), cluster=name if name in ("cluster", "used") else "")
