@@ -301,7 +301,7 @@ def test_a_running_job_of_another_folder_must_be_found_only_by_its_whole_name(do
     far.log(0).write_text("far\n")
     end(paths)
     paths.log(0).write_text("here\n")
-    engine.states = [runs_elsewhere(far.root)]
+    engine.states = [runs_elsewhere(far.root, "a-12")]
     assert [do("logs", name)[1] for name in ("a", "a-1", "a-12")] == [["[0] here"], ["[0] here"], ["[0] far"]]
     assert do("stop", "a-12x")[0] == 2
 
