@@ -44,7 +44,8 @@ def test_stop_must_remove_what_an_ended_job_has_left(do, paths, engine):
     assert not_none(run_dir.ended(paths))["outcome"] == "succeeded"  # its outcome is unchanged
 
 
-def test_a_job_whose_report_could_not_be_written_must_get_it_later_and_be_resumable(do, runs, engine):
+def test_a_job_whose_report_could_not_be_written_must_get_it_later_and_be_resumable(do, runs, engine, monkeypatch):
+    monkeypatch.chdir(runs)  # `resume` changes the current folder
     paths = create(JobPaths(runs / "a-1"), JobSpec(trainers=2, max_restarts=0, grace=0.01, command=("-m", "app.train")))
     engine.generations = [[KILLED]]
     do("attach", "a-1")
