@@ -1,6 +1,7 @@
 """A machine and an engine for `doctor`."""
 
 import contextlib
+import shutil
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 
@@ -58,6 +59,7 @@ def found(monkeypatch):
         monkeypatch.setattr(checks, "Daemon", lambda: Engine(networks, **info))
         monkeypatch.setattr(checks, "has_image", lambda daemon, name: image)
         monkeypatch.setattr(checks, "SwarmEngine", swarm)
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=100 << 30))
         code = examine(spec)
         return capsys.readouterr().out.splitlines(), code
 
