@@ -55,8 +55,9 @@ def _notice(claim: claims.Ticket, spec: JobSpec, among: tuple[str, ...]) -> None
     """Print that a job passes others that wait for the same, or that it has nothing to wait for."""
     if spec.queue and not among:
         print_message("--queue has no effect: the job uses no GPUs of this machine, and pins no workers to cores")
-    waiting = [] if spec.queue else [each for each in claims.found() if not {*among}.isdisjoint(each.among)]
-    if waiting:
+    if not among or spec.queue:
+        return
+    if waiting := [each for each in claims.found() if not {*among}.isdisjoint(each.among)]:
         print_message(f"warning: {', '.join(map(str, waiting))} would get these first; --queue waits in turn")
 
 

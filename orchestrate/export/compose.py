@@ -18,7 +18,7 @@ from orchestrate.files.paths import JOB, PACKAGE, PROJECT, code_folder, is_text
 from orchestrate.host import owners, users
 from orchestrate.plan import container
 from orchestrate.plan.limits import limits
-from orchestrate.spec.folders import data_paths
+from orchestrate.spec.folders import data_paths, data_variables
 from orchestrate.spec.spec import JobSpec
 
 VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
@@ -110,7 +110,7 @@ def _environment(spec: JobSpec, job: Shape) -> dict[str, str]:
 
 def _data(spec: JobSpec) -> dict[str, str]:
     """Return the variables with the paths of the job's data."""
-    return {f"DATA_{name.upper()}": literal(path) for name, path in data_paths(spec).items()}
+    return {name: literal(path) for name, path in data_variables(data_paths(spec)).items()}
 
 
 def _literal(mount: dict[str, Any]) -> dict[str, Any]:

@@ -9,13 +9,12 @@ import sys
 from pathlib import Path
 
 from orchestrate import console
-from orchestrate.engines.slurm.script import flags
+from orchestrate.engines.slurm.script import flags, given
 from orchestrate.errors import UsageError
 from orchestrate.export import carries_node, check_folders, quoted, shape
 from orchestrate.files.paths import NODE, PACKAGE, code_folder, is_text
 from orchestrate.plan import container
 from orchestrate.plan.plan import pluralize
-from orchestrate.spec.inputs import REQUEUES
 from orchestrate.spec.sizes import parse_size
 from orchestrate.spec.spec import IMAGE, JobSpec
 
@@ -107,12 +106,11 @@ def slurm(spec: JobSpec, name: str, form: str) -> str:
     heads = [HEAD[form].format(image=spec.image)]
     if job.secrets:
         heads.append(f"Set in the environment of sbatch: {', '.join(job.secrets)}.")
-    given = {key: value for key, value in spec.slurm.items() if key != REQUEUES}
-    for key, value in given.items():
+    for key, value in given(spec).items():
         if not LINE.fullmatch(value):
             hint = "remove spaces, quotes, # and backslashes, or set it on the command line of sbatch"
             raise UsageError(f"slurm.{key}: {console.quoted(value)} cannot be in a #SBATCH line", hint)
-    words = flags({key: str(value) for key, value in (options | {"requeue": ""} | given).items()})
+    words = flags({key: str(value) for key, value in (options | {"requeue": ""} | given(spec)).items()})
     return SCRIPT.format(
         name=name,
         nodes=job.nodes,

@@ -78,9 +78,10 @@ def found() -> list[Claim]:
     return sorted(claims, key=lambda claim: (claim.since, claim.job))
 
 
-def users(job: str) -> dict[str, Claim]:
-    """Return what other jobs than this one use."""
-    return {resource: claim for claim in found() if claim.job != job for resource in claim.uses}
+def users(job: str, claims: list[Claim] | None = None) -> dict[str, Claim]:
+    """Return what other jobs than this one use, by the claims that there are now, or were."""
+    known = found() if claims is None else claims
+    return {resource: claim for claim in known if claim.job != job for resource in claim.uses}
 
 
 class Ticket:

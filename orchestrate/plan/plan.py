@@ -18,6 +18,7 @@ from orchestrate.node import checks
 from orchestrate.node.ranks import assign
 from orchestrate.plan import environment, sagemaker
 from orchestrate.plan.limits import Limits, limits
+from orchestrate.spec.folders import data_variables
 from orchestrate.spec.redact import Mask, redacted
 from orchestrate.spec.sizes import UNLIMITED, format_bytes
 from orchestrate.spec.spec import APP, JobSpec
@@ -262,8 +263,7 @@ def _env_of_job(spec: JobSpec, placement: Placement, job_id: str, generation: in
         "TORCHELASTIC_MAX_RESTARTS": str(spec.max_restarts),
         "TORCHELASTIC_USE_AGENT_STORE": str(may_use_torch(spec, placement.preload)),
     }
-    files = {"JOB_ID": job_id, "JOB_DIR": placement.job_dir}
-    return torchs | files | {f"DATA_{name.upper()}": path for name, path in placement.data.items()}
+    return torchs | {"JOB_ID": job_id, "JOB_DIR": placement.job_dir} | data_variables(placement.data)
 
 
 def may_use_torch(spec: JobSpec, modules: tuple[str, ...]) -> bool:

@@ -7,6 +7,7 @@ import hashlib
 import os
 import re
 import stat
+from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -125,6 +126,11 @@ def data_folders(spec: JobSpec) -> dict[str, str]:
 def data_paths(spec: JobSpec) -> dict[str, str]:
     """Return the path in containers of each folder of `data`."""
     return {name: f"{DATA}/{name}" for name in spec.data}
+
+
+def data_variables(paths: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables in which workers find the paths of a job's data, by name."""
+    return {f"DATA_{name.upper()}": path for name, path in paths.items()}
 
 
 def mounts(spec: JobSpec) -> list[Mount]:

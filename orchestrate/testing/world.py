@@ -169,9 +169,10 @@ class World:
             first, last = self._logged.get(rank, 0), os.fstat(file.fileno()).st_size - MAX_OUTPUT
             file.seek(max(first, last))
             text = console.clean(file.read(MAX_OUTPUT).decode(errors="replace"), colors=True)
-            if first >= last:
-                return text.partition("\n")[2] if text.startswith("== ") else text
-            return f"[the rest is in {self._job._paths.log(rank)}]\n{text.partition(chr(10))[2]}"
+            head, _, rest = text.partition("\n")
+            if first < last:
+                return f"[the rest is in {self._job._paths.log(rank)}]\n{rest}"
+            return rest if head.startswith("== ") else text
         return ""
 
     def _log_size(self, rank: int) -> int:
