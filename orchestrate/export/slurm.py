@@ -9,16 +9,14 @@ import sys
 from pathlib import Path
 
 from orchestrate import console
-from orchestrate.engines.slurm.script import flags, given
+from orchestrate.engines.slurm.script import flags, given, requested
 from orchestrate.errors import UsageError
 from orchestrate.export import carries_node, check_folders, quoted, shape
 from orchestrate.files.paths import NODE, PACKAGE, code_folder, is_text
 from orchestrate.plan import container
 from orchestrate.plan.plan import pluralize
-from orchestrate.spec.sizes import parse_size
 from orchestrate.spec.spec import IMAGE, JobSpec
 
-NOTICE_SECONDS = 30  # in addition to the grace period: SIGTERM before the allocation ends
 NO_RESTART = "2|64|78|126|127"  # exit codes that a restart cannot fix; see docs/restarts.md
 MOUNTABLE = re.compile(r"[\w./@%+=~-]+")  # paths that all versions of Apptainer and Pyxis can mount
 IMAGE_FILE = re.compile(r"^[./]|://|\.(sif|sqsh)$")  # an image that is no name in a registry
@@ -86,23 +84,9 @@ def slurm(spec: JobSpec, name: str, form: str) -> str:
     check_folders(runs, runs / name)
     if spec.user != "auto":
         raise UsageError(f"user is {spec.user}, but Slurm runs a job as the user who submits it", "remove it")
-    cpus = math.ceil(spec.cpus or job.nproc)  # one for each worker, as with the engine
-    options: dict[str, str | int] = {
-        "job-name": name,
-        "nodes": job.nodes,
-        "ntasks-per-node": 1,
-        "cpus-per-task": cpus,
-        "output": f"slurm-{name}-%j.log",
-        "open-mode": "append",
-        "signal": f"B:TERM@{math.ceil(spec.grace) + NOTICE_SECONDS}",
-    }
-    if job.memory:
-        whole = job.memory[-1:].lower() in ("k", "m", "g")  # Slurm has these units, but not bytes
-        options["mem"] = job.memory.upper() if whole else f"{math.ceil(parse_size(job.memory) / 1024)}K"
-    if job.gpus:
-        options["gpus-per-node"] = job.gpus
+    options = requested(spec, name, job.nodes, f"slurm-{name}-%j.log")
     if spec.max_run:
-        options["time"] = max(1, math.ceil(spec.max_run / 60))
+        options["time"] = str(max(1, math.ceil(spec.max_run / 60)))
     heads = [HEAD[form].format(image=spec.image)]
     if job.secrets:
         heads.append(f"Set in the environment of sbatch: {', '.join(job.secrets)}.")
@@ -110,7 +94,7 @@ def slurm(spec: JobSpec, name: str, form: str) -> str:
         if not LINE.fullmatch(value):
             hint = "remove spaces, quotes, # and backslashes, or set it on the command line of sbatch"
             raise UsageError(f"slurm.{key}: {console.quoted(value)} cannot be in a #SBATCH line", hint)
-    words = flags({key: str(value) for key, value in (options | {"requeue": ""} | given(spec)).items()})
+    words = flags(options | given(spec))
     return SCRIPT.format(
         name=name,
         nodes=job.nodes,
@@ -120,7 +104,7 @@ def slurm(spec: JobSpec, name: str, form: str) -> str:
         secrets="".join(f': "${{{key}:?set {key} in the environment of sbatch}}"\n' for key in job.secrets),
         folder=quoted(_checked(code_folder(spec.command), form)),
         env="".join(f"{key}={quoted(value)} \\\n        " for key, value in job.env.items()),
-        cpus=cpus,
+        cpus=options["cpus-per-task"],
         max_restarts=spec.max_restarts,
         wait=container.stop_seconds(spec.grace),
         launch=_launch(spec, form),

@@ -42,13 +42,14 @@ later();
 
 @dataclass(frozen=True)
 class Row:
-    """A job in the list."""
+    """A job in the list; one that waits in the queue has no page."""
 
     name: str
     state: str
     started: str
     seconds: float | None  # duration, if it has ended
     metrics: str
+    page: bool = True
 
 
 def jobs(rows: Sequence[Row], folder: str) -> str:

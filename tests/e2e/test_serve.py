@@ -4,9 +4,11 @@ import contextlib
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
+import urllib.request
 
 import pytest
 from support.waiting import eventually
@@ -97,4 +99,15 @@ def test_a_browser_must_follow_a_job_to_its_report_and_compare_it(cli, nothing_l
 def test_a_port_that_is_in_use_must_be_reported(cli):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         done = cli("serve", "--port", str(taken.getsockname()[1]))
-    assert done.returncode == 4 and "error: cannot listen on port" in done.stderr and "--port PORT" in done.stderr
+    assert done.returncode == 4 and "error: cannot listen on port" in done.stderr and "leave --port out" in done.stderr
+
+
+def test_without_a_port_several_must_be_served_at_once(cli):
+    serving = [cli.start("serve") for _ in range(2)]
+    addresses = [process.stdout.readline().strip() for process in serving]
+    texts = [urllib.request.urlopen(address).read() for address in addresses]
+    for process in serving:
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=60)
+    assert [process.returncode for process in serving] == [130, 130]
+    assert len({*addresses}) == 2 and all(b"No jobs yet." in text for text in texts)

@@ -316,7 +316,7 @@ def test_the_example_of_the_documentation_must_print_what_it_shows(small):
 def test_the_action_must_run_tests_and_keep_their_logs_and_results(small):
     action = yaml.safe_load((ROOT / ".github" / "actions" / "test" / "action.yml").read_text())
     results = small.folder / "results"
-    given = {"ARGUMENTS": "-k two", "ENGINE": "process", "RESULTS": str(results)}
+    given = {"ARGUMENTS": "-k 'two and not none'", "ENGINE": "process", "RESULTS": str(results)}
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     command = ["bash", "-e", "-c", action["runs"]["steps"][0]["run"]]
     subprocess.run(command, cwd=small.folder, env=small.env | given | {"PATH": path}, check=True, capture_output=True)

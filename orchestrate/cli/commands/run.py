@@ -18,6 +18,7 @@ from orchestrate.console import out, print_message
 from orchestrate.errors import OrchestrateError, UsageError
 from orchestrate.files.paths import PROJECT, STDIN
 from orchestrate.record import run_dir
+from orchestrate.record.paths import JobPaths
 from orchestrate.show.feed import Feed
 from orchestrate.spec.spec import APP, JobSpec
 from orchestrate.supervise import launch
@@ -54,7 +55,12 @@ def show_plan(args: argparse.Namespace) -> int:
     spec = request.spec_of(args)
     job_plan = prepare.planned(spec, args.runs)
     _tell_of_example(args, spec)
-    out(job_plan.to_json(spec.mask()) if getattr(args, "json", False) else job_plan)
+    as_json = getattr(args, "json", False)
+    out(job_plan.to_json(spec.mask()) if as_json else job_plan)
+    if job_plan.engine == "slurm" and not as_json:
+        from orchestrate.engines.slurm.script import script  # only here: it takes time to import
+
+        out(f"\n{script(spec, JobPaths(args.runs / job_plan.job_id))}".rstrip())
     return errors.SUCCEEDED
 
 

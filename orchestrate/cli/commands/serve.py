@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import hmac
 import io
 import logging
@@ -41,7 +42,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-HOST, HTTP = "127.0.0.1", 80  # browsers leave this port out
+HOST, PORT = "127.0.0.1", 6007
+HTTP = 80  # browsers leave this port out
 MAX_LINES = 200  # of output on the page of a running job
 MAX_EVENTS = 20
 MAX_BEHIND = 256 << 10  # bytes of a log that are read for a page, at most
@@ -143,14 +145,14 @@ class Site:
     def _jobs(self) -> str:
         from orchestrate.pages import site
 
+        def shown(row: listing.Listed) -> site.Row:
+            facts = row.name, row.state, listing.ago(row.started), row.seconds
+            return site.Row(*facts, site.metrics(row.metrics), page=bool(row.run))
+
         running = {row.name: row for row in listing.current(self.runs) if row.run and row.run.parent == self.runs}
         rows = [*running.values(), *(row for row in listing.ended(self.runs) if row.name not in running)]
         rows = [row for row in rows if row.run and records.find(row.run) and not JobPaths(row.run).nodes.exists()]
-        shown = [
-            site.Row(row.name, row.state, listing.ago(row.started), row.seconds, site.metrics(row.metrics))
-            for row in rows
-        ]
-        return site.jobs(shown, str(self.shown))
+        return site.jobs([shown(row) for row in (*listing.queued(), *rows)], str(self.shown))
 
     def _job(self, paths: JobPaths) -> str:
         name = paths.root.name
@@ -300,20 +302,14 @@ def add_arguments(parser: Parser) -> None:
     """Add the arguments of `serve`."""
     parser.description = "Serve a web page on this machine that lists jobs, follows running ones, and shows reports."
     parser.add_argument(
-        "--port", type=options.port, default=6007, metavar="PORT", help="default: 6007; 0 chooses a free one"
+        "--port", type=options.port, metavar="PORT", help="default: 6007, or if that is in use, a free one"
     )
     options.add_runs(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Serve the pages until Ctrl-C."""
-    try:
-        server = Server(Site(args.runs, args.shown, args.clock), args.port)
-    except OSError as error:
-        raise ResourceError(
-            f"cannot listen on port {args.port}: {error.strerror}", "use --port PORT, or 0 for any that is free"
-        ) from None
-    with server:
+    with _server(Site(args.runs, args.shown, args.clock), args.port) as server:
         out(server.address)
         flush()
         print_message("this address works on this machine only; Ctrl-C stops serving, and no job")
@@ -322,3 +318,14 @@ def run(args: argparse.Namespace) -> int:
         except KeyboardInterrupt:
             return errors.INTERRUPTED
     return errors.SUCCEEDED
+
+
+def _server(site: Site, port: int | None) -> Server:
+    """Listen on a port, by default on 6007 or, if that is in use, on a free one; raises ResourceError."""
+    try:
+        return Server(site, PORT if port is None else port)
+    except OSError as error:
+        if port is None and error.errno == errno.EADDRINUSE:
+            return Server(site, 0)
+        hint = "leave --port out for any that is free"
+        raise ResourceError(f"cannot listen on port {port or PORT}: {error.strerror}", hint) from None

@@ -124,8 +124,9 @@ class SlurmEngine:
 
 
 def cpus(spec: JobSpec) -> int:
-    """Return the number of cores that each node asks for."""
-    return math.ceil(spec.cpus) if spec.cpus else spec.nproc_per_node or 1
+    """Return the number of cores that each node asks for: by default, one for each worker."""
+    of_gpus = spec.gpus // (spec.trainers + 1) if isinstance(spec.gpus, int) else 0
+    return math.ceil(spec.cpus or spec.nproc_per_node or of_gpus or 1)
 
 
 def gpus(spec: JobSpec) -> int:

@@ -24,25 +24,30 @@ cd {package} && exec {command}
 
 
 def options(spec: JobSpec, paths: JobPaths) -> dict[str, str]:
-    """Return the options of sbatch for a job."""
+    """Return the options of sbatch for a job that this batch script supervises."""
+    name, nodes = spec.name or paths.root.name, spec.trainers + 1 + spec.spares
+    found = requested(spec, name, nodes, str(paths.supervisor_log))
+    return found | {"comment": f"{COMMENT}{paths.root}", "export": "ALL", "no-kill": ""} | given(spec)
+
+
+def requested(spec: JobSpec, name: str, nodes: int, output: str) -> dict[str, str]:
+    """Return the options of sbatch for any job, supervised or not, before those that the job names."""
     found = {
-        "job-name": spec.name or paths.root.name,
-        "comment": f"{COMMENT}{paths.root}",
-        "nodes": str(spec.trainers + 1 + spec.spares),
+        "job-name": name,
+        "nodes": str(nodes),
         "ntasks-per-node": "1",
         "cpus-per-task": str(cpus(spec)),
-        "output": str(paths.supervisor_log),
+        "output": output,
         "open-mode": "append",
         "signal": f"B:TERM@{math.ceil(spec.grace) + NOTICE}",
         "requeue": "",
-        "export": "ALL",
-        "no-kill": "",
     }
     if spec.memory and spec.memory != UNLIMITED:
-        found["mem"] = f"{math.ceil(parse_size(spec.memory) / 1024)}K"
+        whole = spec.memory[-1].lower() in "kmg"  # Slurm has these units, but not bytes
+        found["mem"] = spec.memory.upper() if whole else f"{math.ceil(parse_size(spec.memory) / 1024)}K"
     if count := gpus(spec):
         found["gpus-per-node"] = str(math.ceil(count / (spec.trainers + 1)))
-    return found | given(spec)
+    return found
 
 
 def given(spec: JobSpec) -> dict[str, str]:

@@ -77,6 +77,8 @@ def jobs(machines, folder, nothing_left):
 @pytest.mark.exhaustive
 def test_a_job_must_be_followed_from_its_submission_to_its_end(jobs):
     (jobs.folder / "runs").mkdir(mode=0o700)
+    code, out, err = jobs("run", "--engine", "slurm", "--nodes", "3", "--dry-run", "--", "sums.py")
+    assert code == 0 and "\n#!/bin/bash\n" in out and " --nodes=3 " in out, err
     code, out, err = jobs("run", "--engine", "slurm", "--nodes", "3", "--", "sums.py")
     assert code == 0, err
     assert sorted(line for line in out.splitlines() if line.startswith("[")) == [

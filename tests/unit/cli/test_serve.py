@@ -20,6 +20,7 @@ from support.scripted import Clock
 
 from orchestrate.cli.commands.serve import MAX_EVENTS, MAX_LINES, MAX_STRANGERS, Handler, Server, Site
 from orchestrate.errors import EngineError
+from orchestrate.host import claims
 from orchestrate.record import run_dir, usage
 from orchestrate.record.events import GenerationStarting, NodesStarting, RestartDecided, WorkersStarted
 from orchestrate.record.outcomes import Activity, WorkerExit
@@ -70,6 +71,14 @@ def test_jobs_must_be_listed_with_links(site, running, tmp_path):
     assert '<a href="jobs/a-1/">a-1</a>' in page.text and '<td class="">running</td>' in page.text
     assert 'value="b-2"' in page.text and '<td class="bad">failed</td>' in page.text
     assert 'value="a-1"' not in page.text  # a running job cannot be compared
+
+
+def test_a_job_that_waits_in_the_queue_must_be_listed_without_a_link(site, running):
+    with claims.Ticket("q-1") as waiting:
+        waiting.wait(("cores",), 1)
+        text = site.get("/").text
+    assert '<th scope="row">q-1</th>\n<td class="">waits for the cores</td>' in text
+    assert "q-1" not in site.get("/").text
 
 
 def test_a_running_job_must_be_shown_as_it_is_now(site, running):

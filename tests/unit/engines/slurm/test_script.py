@@ -18,10 +18,10 @@ PATHS = JobPaths(Path("/home/ada lovelace/runs/train-1"))
         ({"trainers": 2, "spares": 1}, {"nodes": "4", "ntasks-per-node": "1", "cpus-per-task": "1"}),
         ({"nproc_per_node": 4}, {"cpus-per-task": "4"}),
         ({"nproc_per_node": 4, "cpus": 1.5}, {"cpus-per-task": "2"}),
-        ({"memory": "2g"}, {"mem": "2097152K"}),
+        ({"memory": "2g"}, {"mem": "2G"}),
         ({"grace": "1.5s"}, {"signal": "B:TERM@32"}),
         ({"gpus": "all", "nproc_per_node": 2}, {"gpus-per-node": "2"}),
-        ({"gpus": 8, "trainers": 3}, {"gpus-per-node": "2"}),
+        ({"gpus": 8, "trainers": 3}, {"gpus-per-node": "2", "cpus-per-task": "2"}),
         ({"slurm": {"time": "1:00", "exclusive": True, "requeues": 3}}, {"time": "1:00", "exclusive": ""}),
     ],
 )
