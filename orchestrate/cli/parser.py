@@ -12,7 +12,12 @@ from orchestrate.console import quoted
 from orchestrate.errors import UsageError
 
 JOB_FILES = (".yaml", ".yml", ".json")
-EXPORTS = {"kubernetes": ("job", "jobset", "trainjob"), "slurm": ("venv", "apptainer", "pyxis"), "compose": ()}
+EXPORTS = {
+    "kubernetes": ("job", "jobset", "trainjob"),
+    "slurm": ("venv", "apptainer", "pyxis"),
+    "pbs": ("venv", "apptainer"),
+    "compose": (),
+}
 
 
 class Parser(argparse.ArgumentParser):

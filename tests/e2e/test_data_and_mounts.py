@@ -64,7 +64,7 @@ def test_a_cluster_must_have_the_mounts_of_its_jobs(given, docker_engine, nothin
     assert given("down", "cluster").returncode == 0
 
 
-@pytest.mark.parametrize("target", ["kubernetes", "slurm"])
+@pytest.mark.parametrize("target", ["kubernetes", "slurm", "pbs"])
 def test_folders_of_this_machine_must_not_be_exported_to_others(given, target):
     done = given("export", target, "--gpus", "none", "--data", "train=data", "uses.py")
     assert (done.returncode, "exported only to Compose" in done.stderr) == (2, True)

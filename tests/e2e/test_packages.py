@@ -107,7 +107,7 @@ def test_a_folder_without_a_dockerfile_must_be_refused(installing, docker_engine
     assert (done.returncode, f"error: no Dockerfile in {installing.folder}\n" in done.stderr) == (2, True)
 
 
-@pytest.mark.parametrize("target", ["kubernetes", "slurm", "compose"])
+@pytest.mark.parametrize("target", ["kubernetes", "slurm", "pbs", "compose"])
 def test_packages_must_not_be_exported(cli, target):
     done = cli("export", target, "--gpus", "none", "--pip", "lightning", "probe.py")
     assert (done.returncode, "error: pip, requirements and dockerfile cannot be exported" in done.stderr) == (2, True)

@@ -61,7 +61,7 @@ def test_commands_must_not_import_a_module_from_the_current_folder(cli, nothing_
     run(cli, mark, "--version")
     run(cli, mark, "plan", *JOB, *SCRIPT)
     run(cli, mark, "doctor", "--engine", "docker", code=3)
-    for arguments in (["kubernetes", "--image", "a.example/b:1"], ["slurm"], ["compose"]):
+    for arguments in (["kubernetes", "--image", "a.example/b:1"], ["slurm"], ["pbs"], ["compose"]):
         run(cli, mark, "export", *arguments, "--trainers", "1", "--gpus", "none", *SCRIPT)
     first = Path(run(cli, mark, "run", "--print-path", *JOB, *SCRIPT).strip()).name
     second = Path(run(cli, mark, "run", "--detach", *JOB, *SCRIPT).strip()).name

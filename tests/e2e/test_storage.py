@@ -69,7 +69,7 @@ def test_a_missing_library_must_be_named(cli):
     assert (done.returncode, "needs the package obstore" in done.stderr) == (4, True), done.stderr
 
 
-@pytest.mark.parametrize("target", ["kubernetes", "slurm", "compose"])
+@pytest.mark.parametrize("target", ["kubernetes", "slurm", "pbs", "compose"])
 def test_object_stores_must_not_be_exported(cli, target):
     done = cli("export", target, "--gpus", "none", "--checkpoints", URL, "probe.py")
     assert (done.returncode, "need orchestrate while the job runs" in done.stderr) == (2, True)

@@ -101,7 +101,7 @@ def test_an_installation_must_run_the_default_job(programs, here, docker_engine)
     assert report["final_metrics"]["test_accuracy"] > 0.9
 
 
-@pytest.mark.parametrize("target", ["compose", "slurm", "kubernetes"])
+@pytest.mark.parametrize("target", ["compose", "slurm", "pbs", "kubernetes"])
 def test_an_installation_must_export_a_job(programs, here, target):
     text = run(programs / "orchestrate", "export", target, "--image", "a.example/b:1", "hello.py", cwd=here)
     assert "hello.py" in text

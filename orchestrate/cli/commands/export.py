@@ -1,4 +1,4 @@
-"""`export`: a job as a file for Kubernetes, Slurm or Compose."""
+"""`export`: a job as a file for Kubernetes, Slurm, PBS or Compose."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from orchestrate.record import run_dir
 
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of `export`."""
-    parser.description = "Print the job as a file for Kubernetes, Slurm or Docker Compose."
-    parser.usage = f"%(prog)s kubernetes|slurm|compose [JOB.yaml] [options] {options.COMMAND}"
+    parser.description = "Print the job as a file for Kubernetes, Slurm, PBS or Docker Compose."
+    parser.usage = f"%(prog)s {'|'.join(EXPORTS)} [JOB.yaml] [options] {options.COMMAND}"
     targets = parser.add_subparsers(
         dest="target", metavar="|".join(EXPORTS), required=True, prog=parser.prog, parser_class=Parser
     )
-    for (target, forms), name in zip(EXPORTS.items(), ("Kubernetes", "Slurm", "Docker Compose")):
+    for (target, forms), name in zip(EXPORTS.items(), ("Kubernetes", "Slurm", "PBS", "Docker Compose")):
         command = targets.add_parser(
             target,
             help=f"--form {'|'.join(forms)}" if forms else "a Compose file",
@@ -40,6 +40,7 @@ def run(args: argparse.Namespace) -> int:
     with choice.sdk():
         from orchestrate.export.compose import compose
         from orchestrate.export.kubernetes import kubernetes
+        from orchestrate.export.pbs import pbs
         from orchestrate.export.slurm import slurm
 
     forms = EXPORTS[args.target] or ("",)
@@ -49,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"unknown form {quoted(form)}", hint)
     spec = request.spec_of(args)
     name = run_dir.slug(spec)
-    write = {"kubernetes": kubernetes, "slurm": slurm}
+    write = {"kubernetes": kubernetes, "slurm": slurm, "pbs": pbs}
     text = write[args.target](spec, name, form) if args.target in write else compose(spec, name)
     console.copy(text)
     return errors.SUCCEEDED

@@ -185,7 +185,7 @@ OF_SCRIPT = "for an option of the script: --set hyperparameters."
     [
         ("pln train.py", "unknown command 'pln'", "did you mean plan?"),
         ("rnu train.py", "unknown command 'rnu'", "did you mean run?"),
-        ("export nomad", "unknown target 'nomad'", "one of kubernetes, slurm, compose"),
+        ("export nomad", "unknown target 'nomad'", "one of kubernetes, slurm, pbs, compose"),
         ("train.py --lr 1", "unknown command 'train.py'", "python -m orchestrate run train.py"),
         ("frobnicate", "unknown command 'frobnicate'", "python -m orchestrate --help"),
         ("run --trainer 2", "run: unknown option '--trainer'", "did you mean --trainers?"),

@@ -42,7 +42,7 @@ def here(tmp_path, monkeypatch):
         ("logs --runs others g", ["gpt-51d04c"]),
         ("logs --runs=others g", ["gpt-51d04c"]),
         ("run --resume b", ["bert-0c3e7b"]),
-        ("export ", ["compose", "kubernetes", "slurm"]),
+        ("export ", ["compose", "kubernetes", "pbs", "slurm"]),
         ("export slurm --form", ["--form"]),
         ("export slurm --form a", ["apptainer"]),
         ("completion z", ["zsh"]),

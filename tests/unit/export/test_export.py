@@ -11,6 +11,7 @@ from orchestrate.cli.main import main
 from orchestrate.errors import UsageError
 from orchestrate.export import carries_node, shape
 from orchestrate.export.kubernetes import kubernetes
+from orchestrate.export.pbs import pbs
 from orchestrate.export.slurm import slurm
 from orchestrate.spec.layers import read_file, resolve
 
@@ -103,14 +104,15 @@ def test_the_projects_own_image_must_be_recognised_by_its_name(image, expected):
     assert carries_node(image) is expected
 
 
-@pytest.mark.parametrize("form", ["job", "jobset", "trainjob", "slurm"])
+@pytest.mark.parametrize("form", ["job", "jobset", "trainjob", "slurm", "pbs"])
 def test_the_examples_in_the_documentation_must_match_the_output(form):
     spec = resolve(
         read_file(ROOT / "examples" / "job.yaml"), {"gpus": "all", "image": SPEC["image"].replace(":1", ":0.1")}
     )
-    if form == "slurm":
-        text = slurm(spec, "digits-short", "apptainer").replace(str(ROOT), "/home/me/orchestrate")
-        assert (ROOT / "docs" / "export" / "job.sbatch").read_text() == text
+    if form in ("slurm", "pbs"):
+        write, name = (slurm, "job.sbatch") if form == "slurm" else (pbs, "job.pbs")
+        text = write(spec, "digits-short", "apptainer").replace(str(ROOT), "/home/me/orchestrate")
+        assert (ROOT / "docs" / "export" / name).read_text() == text
     else:
         text = kubernetes(replace(spec, volume="training"), "digits-short", form)
         assert (ROOT / "docs" / "export" / f"{form}.yaml").read_text() == text
@@ -125,6 +127,15 @@ def test_the_slurm_script_must_be_valid_bash(form):
     assert "#SBATCH --cpus-per-task=4\n" in script
 
 
+@pytest.mark.parametrize("form", ["venv", "apptainer"])
+def test_the_pbs_script_must_be_valid_bash_and_ask_for_what_the_job_needs(form):
+    script = pbs(resolve(SPEC | {"name": "it's", "env": {"A": "two words; 'quoted'"}}), "its", form)
+    subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+    assert "#PBS -l select=3:ncpus=4:mpiprocs=1:ngpus=2:mem=8388608kb\n#PBS -l place=scatter\n" in script
+    assert "#PBS -l walltime=3600\n" in script
+    assert "mem=" not in pbs(resolve(SPEC | {"memory": "unlimited"}), "its", form)
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
@@ -132,6 +143,7 @@ def test_the_slurm_script_must_be_valid_bash(form):
         (["kubernetes", "--form", "trainjob"], "kind: TrainJob\n"),
         (["slurm"], "# Nodes run the Python of this environment"),
         (["slurm", "--form", "pyxis", "--image", "a.example/a:1"], "--container-image=a.example/a:1 "),
+        (["pbs"], "# Nodes run the Python of this environment"),
         (["compose"], "name: mine\n"),
     ],
 )
@@ -155,7 +167,7 @@ def test_unlimited_memory_must_not_be_requested(memory):
     assert pod_of("job", {"memory": memory})["containers"][0]["resources"] == {}
 
 
-@pytest.mark.parametrize("target", ["kubernetes", "slurm", "compose"])
+@pytest.mark.parametrize("target", ["kubernetes", "slurm", "pbs", "compose"])
 @pytest.mark.parametrize("expand", ["true", "false"])
 def test_a_command_must_be_expanded_unless_expand_is_false(capsys, target, expand):
     assert main(["export", target, "--gpus", "none", "--set", f"expand={expand}", "--", "-m", "app.train"]) == 0

@@ -1,0 +1,97 @@
+"""What batch scripts for Slurm and PBS have in common."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from pathlib import Path
+
+from orchestrate.errors import UsageError
+from orchestrate.export import Shape, carries_node, check_folders, quoted, shape
+from orchestrate.files.paths import NODE, PACKAGE, is_text
+from orchestrate.plan import container
+from orchestrate.plan.plan import pluralize
+from orchestrate.spec.spec import IMAGE, JobSpec
+
+NO_RESTART = "2|64|78|126|127"  # exit codes that a restart cannot fix; see docs/restarts.md
+MOUNTABLE = re.compile(r"[\w./@%+=~-]+")  # paths that all versions of Apptainer and Pyxis can mount
+IMAGE_FILE = re.compile(r"^[./]|://|\.(sif|sqsh)$")  # an image that is no name in a registry
+FORMS = {
+    "venv": "Nodes run the Python of this environment, which every machine must see at the same path.",
+    "apptainer": "Each node runs in the image {image}, with Apptainer.",
+    "pyxis": "Each node runs in the image {image}, with Enroot and Pyxis.",
+}
+FUNCTIONS = """\
+own() {  # a link from the code or an earlier job could lead elsewhere
+    mkdir -p -m 700 "$1" && [ -d "$1" ] && [ -O "$1" ] && [ ! -L "$1" ] && return
+    echo "error: $1 is not a folder that you own: remove it, or export the job under another --name" >&2
+    exit 2
+}
+first_failure() {  # the exit code of the worker that failed first, from a file that workers can write
+    [ -f "$NODE_FAILED" ] && [ ! -L "$NODE_FAILED" ] && set -- "$(head -c 4 "$NODE_FAILED")" &&
+        [[ $1 =~ ^[1-9][0-9]{0,2}$ ]] && (($1 < 256)) && echo "$1"
+}
+"""
+
+
+def unattended(spec: JobSpec, name: str, system: str) -> Shape:
+    """Return the shape of a job whose files are in `runs` of the folder that it is submitted from.
+
+    Raises UsageError for settings that cannot be exported.
+    """
+    job, runs = shape(spec, name), Path.cwd() / "runs"
+    check_folders(runs, runs / name)
+    if spec.user != "auto":
+        raise UsageError(f"user is {spec.user}, but {system} runs a job as the user who submits it", "remove it")
+    return job
+
+
+def head(spec: JobSpec, job: Shape, form: str, submit: str) -> str:
+    """Return the first lines of a script that the command `submit` submits."""
+    lines = [
+        f"{job.name}: {pluralize(job.nodes, 'node')} × {pluralize(job.nproc, 'worker')}, for {submit}. "
+        "Submit it from a folder that all machines share.",
+        FORMS[form].format(image=spec.image),
+    ]
+    if job.secrets:
+        lines.append(f"Set in the environment of {submit}: {', '.join(job.secrets)}.")
+    return "\n".join(["#!/bin/bash", *(f"# {line}" for line in lines)])
+
+
+def required(job: Shape, submit: str) -> str:
+    """Return lines that end a script unless the environment of `submit` has the secrets of the job."""
+    return "".join(f': "${{{key}:?set {key} in the environment of {submit}}}"\n' for key in job.secrets)
+
+
+def checked(folder: Path, form: str) -> str:
+    """Return the path of a folder to mount; raises UsageError for a path that the form does not support."""
+    path = str(folder)
+    if not is_text(path):
+        raise UsageError(f"the path {path!a} is not UTF-8", "use another folder")
+    if form != "venv" and not MOUNTABLE.fullmatch(path):
+        raise UsageError(f"{path!a} cannot be mounted by {form}", "use only letters, digits and ._-+=@%~/ in the path")
+    return path
+
+
+def launch(spec: JobSpec, form: str, folder: str) -> str:
+    """Return the command that runs a node with its code in `folder`; raises UsageError for what a form cannot run."""
+    command = " ".join(map(quoted, spec.command_line))
+    if form == "venv":
+        return f"{quoted(sys.executable)} {quoted(str(NODE))} {command}"
+    node = [] if carries_node(spec.image) else [f"{checked(PACKAGE, form)}:/opt/orchestrate"]
+    mounts = ",".join([shlex.quote(f"{folder}:{folder}"), '"$JOB_DIR:$JOB_DIR"', *map(shlex.quote, node)])
+    if spec.image == IMAGE:
+        hint = "push an image with the packages of the job to a registry, or convert it to a file, and set image"
+        raise UsageError(f"{form} cannot get {IMAGE}, which is only on this machine", hint)
+    image = shlex.quote(spec.image)
+    if form == "apptainer":
+        image = image if IMAGE_FILE.search(spec.image) else f"docker://{image}"
+        return (
+            f"apptainer exec --nv --pwd {shlex.quote(folder)} --bind {mounts} \\\n"
+            f"        {image} python {container.PROGRAM} {command}"
+        )
+    return (
+        f"--container-image={image} --container-mounts={mounts} --container-workdir={shlex.quote(folder)} \\\n"
+        f"        python {container.PROGRAM} {command}"
+    )
