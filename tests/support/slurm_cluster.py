@@ -13,14 +13,16 @@ from support.optional import not_none
 from support.repo import ROOT
 from support.waiting import eventually
 
-IMAGE, HERE = "orchestrate-slurm:test", ROOT / "tests" / "slurm"
+# The image of a node, whose Debian has the version of Slurm: see .ci/slurm for others.
+NODE = os.environ.get("ORCHESTRATE_SLURM_NODE", "orchestrate-node:0.1")
+IMAGE, HERE = f"orchestrate-slurm:{NODE.rpartition(':')[2]}", ROOT / "tests" / "slurm"
 PYTHON = "/opt/venv/bin/python"
 
 
 def build() -> None:
     """Build the image of the machines."""
     network = os.environ.get("BUILD_NETWORK", "default")
-    command = ["docker", "build", "--network", network, "--tag", IMAGE, str(HERE)]
+    command = ["docker", "build", "--network", network, "--build-arg", f"NODE={NODE}", "--tag", IMAGE, str(HERE)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
 

@@ -278,16 +278,19 @@ def test_prefixes_must_name_the_nodes_of_the_generation_that_runs(paths):
 
 def test_output_that_is_not_read_must_not_keep_a_job_that_was_asked_to_stop(paths):
     create(paths)
-    release, main = threading.Event(), not_none(threading.main_thread().ident)
+    asked, release, main = threading.Event(), threading.Event(), not_none(threading.main_thread().ident)
 
     def show(line: str) -> None:
         if not release.is_set():
             out.done.wait()
-            signal.pthread_kill(main, patience.SIGNAL)
+            while not asked.wait(0.01):  # as patience does: one that arrives before a wait does not interrupt it
+                signal.pthread_kill(main, patience.SIGNAL)
             release.wait()
 
     def late(number: int, frame: object) -> None:
-        raise patience.Abandoned
+        if not asked.is_set():
+            asked.set()
+            raise patience.Abandoned
 
     out = watched(paths, Display(show), rest(paths, *run_dir.load(paths)))
     handler = signal.signal(patience.SIGNAL, late)
