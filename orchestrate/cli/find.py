@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -89,6 +90,7 @@ def _matches(args: argparse.Namespace, engines: list[Engine]) -> tuple[dict[str,
     runs = {folder.name: folder for folder in job_folders(args.runs)} | running
     here = [name for name in runs if runs[name].parent == args.runs or name == args.job]
     matches = [name for name in here if name.startswith(args.job)]
+    matches = [name for name in matches if re.fullmatch("-[0-9a-f]{6}", name.removeprefix(args.job))] or matches
     ours = [name for name in matches if name in running or records.find(runs[name])]
     found = [args.job] if args.job in ours else [name for name in ours if name in running] or ours
     found = found or [name for name in matches if name == args.job]  # created on another machine or by another account

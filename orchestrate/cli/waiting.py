@@ -41,7 +41,7 @@ def in_queue(job: Batch, clock: Clock) -> None:
     """Print why a job waits in the queue of a scheduler, whenever that changes, until it does not wait anymore."""
     shown = None
     while (found := _state(job)).name in slurm.WAITING:
-        if found != shown:
+        if found != shown and found.reason != "None":  # it has just been submitted
             shown = found
             start = f"; expected to start at {found.start}" if found.start[:1].isdigit() else ""
             print_message(f"{job} is {found.name.lower()} ({found.reason}){start}")

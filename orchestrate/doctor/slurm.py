@@ -42,7 +42,7 @@ def doctor(spec: JobSpec) -> Iterator[Finding]:
         return
     yield from _partitions(spec)
     kind = slurm.call("scontrol", "show", "config").partition("AccountingStorageType")[2].partition("\n")[0]
-    off = "none" in kind
+    off = "none" in kind or "(null)" in kind  # Slurm 22, and 24
     yield Finding(
         GOOD, "accounting is off: a job is known for some minutes after its end" if off else "accounting is on"
     )

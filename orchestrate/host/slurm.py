@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import shutil
 import subprocess
 import time
@@ -89,6 +90,18 @@ def is_leaving(known: dict[str, str]) -> bool:
         if int(known.get("Restarts", "0")) > int(os.environ.get("SLURM_RESTART_COUNT") or 0):
             return True
     return known.get("PreemptTime", "None") != "None"
+
+
+def requeues_preempted(known: dict[str, str]) -> bool:
+    """Whether a job has notice to make way for another one, and Slurm puts it back into the queue once it has ended.
+
+    Slurm does since 24.05 (`GRACE_PREEMPT` in proc_req.c), and would do so again at the end of a job that is requeued
+    before. Raises EngineError.
+    """
+    version = re.search(r"(\d+)\.(\d+)", call("sbatch", "--version"))
+    if known.get("PreemptTime", "None") == "None" or not version or (int(version[1]), int(version[2])) < (24, 5):
+        return False
+    return "PreemptMode=REQUEUE" in call("scontrol", "show", "partition", "--oneliner", known.get("Partition", ""))
 
 
 def is_inside(job: str) -> bool:

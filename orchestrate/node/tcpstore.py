@@ -15,6 +15,8 @@ if not getattr(sys.flags, "safe_path", False):
 if sys.platform == "linux":
     ctypes.CDLL(None).prctl(4, 0)  # PR_SET_DUMPABLE: no worker, which runs as the same user, can trace it
 
+signal.signal(signal.SIGTERM, signal.SIG_IGN)  # which Slurm sends to all processes of a step, when workers are to save
+
 from torch.distributed import TCPStore  # noqa: E402
 
 address = {"host_name": "127.0.0.1", "port": int(sys.argv[1]), "master_listen_fd": 0}

@@ -156,6 +156,7 @@ def shadows(entry: os.DirEntry[str]) -> bool:
 def become(command: list[str], env: dict[str, str], cwd: str, node: int, descriptors: list[int]) -> NoReturn:
     """Become the worker; runs in the forked child, which the node adopts."""
     libc.prctl(PR_SET_DUMPABLE, 1)  # otherwise /proc/self would belong to root
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     os.setsid()
     deadline = time.monotonic() + 1
     while os.getppid() != node and time.monotonic() < deadline:
@@ -388,6 +389,7 @@ def main() -> None:
     if not safe:
         sys.path.insert(0, os.getcwd())
     why = why or load(later) or settle()
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # which Slurm sends to all processes of a step
     control.send(json.dumps({"ready": not why, "why": why}).encode())
     while head := control.recv(1, socket.MSG_PEEK):
         if head == GO or why:  # exiting with an unread message would lose our answer; so wait to be killed

@@ -113,8 +113,11 @@ def last_state(found: Batch) -> str:
 def requeue(found: Batch) -> bool:
     """Put the job of Slurm that this process runs in back into the queue; return False if it has to be submitted again.
 
-    Slurm may have done that already.
+    Slurm may have done that already, or do it once this process has ended.
     """
+    with contextlib.suppress(EngineError):
+        if slurm.requeues_preempted(slurm.facts(found.id)):
+            return True
     try:
         slurm.call("scontrol", "requeue", found.id)
     except EngineError as error:
@@ -133,3 +136,13 @@ def keep(paths: JobPaths, number: str) -> None:
 def _mac(record: Record, number: str) -> str:
     """Authenticate the number of a job; its digest in the record could be lost, which the supervisor writes, too."""
     return hmac.digest(bytes.fromhex(record.events), f"slurm {number}".encode(), "sha256").hex()
+
+
+def stay_ended(found: Batch) -> None:
+    """Keep Slurm from putting the job that this process runs in, which has ended, back into the queue.
+
+    It would do so after an earlier preemption of which it has not forgotten that it gave notice.
+    """
+    if int(os.environ.get("SLURM_RESTART_COUNT") or 0):
+        with contextlib.suppress(EngineError):
+            slurm.call("scontrol", "update", f"JobId={found.id}", "Requeue=0")

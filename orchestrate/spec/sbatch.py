@@ -40,7 +40,7 @@ def job_file(text: str) -> str:
     known = {"SLURM_NNODES": nodes, "SLURM_JOB_NUM_NODES": nodes, "SLURM_GPUS_ON_NODE": gpus // nodes}
     lines = _lines(text)
     start, command, launched = _command(lines, known)
-    job |= {"nodes": nodes, "nproc_per_node": launched or tasks}
+    job |= {"nodes": nodes, "nproc_per_node": tasks} | launched
     if cores := _number(found.get("cpus-per-task")):
         job["cpus"] = cores * tasks
     if memory := re.fullmatch(r"(\d{1,15})([KMGT]?)B?", found.get("mem", ""), re.I):
@@ -77,6 +77,8 @@ def _settings(lines: list[str]) -> tuple[dict[str, str], list[str]]:
 
 def _named(line: str) -> str:
     """Return how a line begins, up to values, which may be secrets."""
+    if match := re.match(r"(export )?\w+=", line):
+        return f"{match[0]}…"
     words = [word.partition("=")[0] for word in line.split()[:4]]
     ends = next((number for number, word in enumerate(words) if word in ("login", "&&", "|", ";")), len(words))
     return " ".join(words[: ends + 1])[:MAX_SHOWN]
@@ -111,8 +113,8 @@ def _parted(line: str) -> tuple[str, str, str]:
     return line[:2], "", line[2:]
 
 
-def _command(lines: list[str], known: Mapping[str, int]) -> tuple[str, list[str], int]:
-    """Return the line that starts the training, its script with arguments, and torchrun's workers per node, or 0.
+def _command(lines: list[str], known: Mapping[str, int]) -> tuple[str, list[str], dict[str, int]]:
+    """Return the line that starts the training, its script with arguments, and the keys that torchrun's flags set.
 
     `known` are variables of Slurm.
     """
@@ -125,10 +127,11 @@ def _command(lines: list[str], known: Mapping[str, int]) -> tuple[str, list[str]
             if word == "torchrun" or words[place + 1 : place + 3] == ["-m", "torch.distributed.run"]:
                 with contextlib.suppress(UsageError):
                     command, keys = read(tuple(words[place:]))
-                    return line, [*command], _number(str(keys.get("nproc_per_node", "")))
+                    numbers = {name: str(keys.get(name, "")) for name in ("nproc_per_node", "max_restarts")}
+                    return line, [*command], {name: int(text) for name, text in numbers.items() if text.isdecimal()}
             if word.endswith(".py") or word == "-m":
-                return line, words[place:], 0
-    return "", ["SCRIPT.py"], 0
+                return line, words[place:], {}
+    return "", ["SCRIPT.py"], {}
 
 
 def _number(text: str | None) -> int:

@@ -90,6 +90,8 @@ def until_end(args: argparse.Namespace, paths: JobPaths) -> int:
             with display.shown(args, plan, paths) as shown:
                 feed = Feed(paths, spec, plan, shown, follower)
                 data = launch.supervise(paths, engine, stops, feed, evicted=evicted)
+            if submitted and slurm.is_inside(submitted.id):
+                batch.stay_ended(submitted)
             break
         except Requeued:
             if not (submitted and batch.requeue(submitted)):
@@ -121,7 +123,8 @@ def _left_the_queue(paths: JobPaths, followed: batch.Batch) -> None:
     state = batch.last_state(followed)
     if state != "CANCELLED":
         what = f"{followed} has left the queue{f' ({state})' * bool(state)}, and has not recorded its result"
-        raise OrchestrateError(what, f"python -m orchestrate attach {paths.root.name} submits it again")
+        hint = "python -m orchestrate doctor --engine slurm checks whether machines see this folder"
+        raise OrchestrateError(what, f"{hint}; attach {paths.root.name} submits it again")
     from orchestrate.api import stop  # only here: it takes time to import
 
     print_message(f"{followed} was canceled")

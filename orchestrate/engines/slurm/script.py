@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import re
 import shlex
 import sys
 from collections.abc import Mapping
@@ -13,6 +15,7 @@ from orchestrate.record.paths import JobPaths
 from orchestrate.spec.inputs import REQUEUES
 from orchestrate.spec.sizes import UNLIMITED, parse_size
 from orchestrate.spec.spec import JobSpec
+from orchestrate.spec.values import LONG
 
 NOTICE = 30  # seconds, in addition to the grace period, between SIGTERM and the end of the allocation
 SCRIPT = """\
@@ -51,8 +54,13 @@ def requested(spec: JobSpec, name: str, nodes: int, output: str) -> dict[str, st
 
 
 def given(spec: JobSpec) -> dict[str, str]:
-    """Return the options of Slurm that the job names."""
-    return {name: value for name, value in spec.slurm.items() if name != REQUEUES}
+    """Return the options of Slurm that the job names; durations as other keys have them, such as 2h, in minutes."""
+    found = {name: value for name, value in spec.slurm.items() if name != REQUEUES}
+    for name in ("time", "time-min"):
+        if re.search("[a-z]$", found.get(name, "")):
+            with contextlib.suppress(ValueError):  # sbatch says what it accepts
+                found[name] = str(max(1, math.ceil(LONG.parse(found[name]) / 60)))
+    return found
 
 
 def flags(options: Mapping[str, str]) -> list[str]:

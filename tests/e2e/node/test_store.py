@@ -65,6 +65,21 @@ def test_the_store_must_be_killed_with_what_workers_have_left(agent):
 
 
 @pytest.mark.slow
+def test_a_signal_to_all_processes_must_end_only_those_that_workers_have_started(agent):
+    agent.start(
+        0,
+        CLIENT + "import signal; signal.signal(15, lambda *_: print('asked', flush=True)); print('ready')\n"
+        "import sys; sys.stdout.flush()\nwhile True: signal.pause()",
+    )
+    eventually(lambda: agent.log(0))
+    for pid in descendants(agent.node.pid):
+        os.kill(pid, signal.SIGTERM)  # as Slurm does, to a step
+    eventually(lambda: "asked" in agent.log(0))
+    assert len(hosts(agent.node.pid)) == 1
+    assert agent.run(1, CLIENT + "print('connected')") == 0
+
+
+@pytest.mark.slow
 def test_workers_must_be_killed_if_their_store_ends(agent):
     agent.start(0, CLIENT + "print('connected', flush=True)\nimport signal; signal.pause()")
     eventually(lambda: agent.log(0))

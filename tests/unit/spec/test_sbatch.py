@@ -67,6 +67,11 @@ def test_the_workers_of_torchrun_must_be_those_of_the_job(start, workers):
     assert "slurm" not in job
 
 
+def test_the_restarts_of_torchrun_must_be_those_of_the_job():
+    assert yaml.safe_load(job_file("#SBATCH -N 2\nsrun torchrun --max-restarts 0 train.py"))["max_restarts"] == 0
+    assert "max_restarts" not in job_file("#SBATCH -N 2\nsrun torchrun train.py")
+
+
 def test_variables_must_be_kept_and_what_is_not_carried_over_be_listed_without_secrets():
     lines = ["#SBATCH --gpus-per-node=2", "#SBATCH --array=1-3", "source venv/bin/activate", "export NCCL_DEBUG=INFO"]
     lines += [
@@ -78,16 +83,17 @@ def test_variables_must_be_kept_and_what_is_not_carried_over_be_listed_without_s
     text = job_file("\n".join(lines))
     job = yaml.safe_load(text)
     assert (job["env"], job["command"]) == ({"NCCL_DEBUG": "INFO"}, ["b.py"])
-    left = ["source venv/bin/activate", "export HF_TOKEN", "export A", "srun python prep.py", "--array"]
+    left = ["source venv/bin/activate", "export HF_TOKEN=…", "export A=…", "srun python prep.py", "--array"]
     assert text.splitlines()[-5:] == [f"# not carried over: {line}" for line in left] and "hf_" not in text
 
 
 def test_what_looks_like_a_secret_must_not_be_shown():
     lines = ["#SBATCH -N 2", "AWS_SECRET_ACCESS_KEY=abcdSECRET aws s3 cp a b", "cd x && export HF_TOKEN=hf_abcdef"]
-    lines += ["wandb login 0123456789abcdef", "srun torchrun train.py --token=hf_ghijkl --api-key qwertz --lr 0.1"]
+    lines += ["MASTER=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1)", "wandb login 0123456789abcdef"]
+    lines += ["srun torchrun train.py --token=hf_ghijkl --api-key qwertz --lr 0.1"]
     text = job_file("\n".join(lines))
     assert not [secret for secret in ("abcdSECRET", "hf_abcdef", "0123456789abcdef", "hf_ghijkl") if secret in text]
-    assert yaml.safe_load(text)["command"][-2:] == ["--lr", "0.1"]
+    assert yaml.safe_load(text)["command"][-2:] == ["--lr", "0.1"] and "# not carried over: MASTER=…\n" in text
     assert job_file(f"#SBATCH --gpus-per-node={'9' * 5000}\n#SBATCH --mem={'9' * 5000}")
 
 

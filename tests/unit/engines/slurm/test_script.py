@@ -22,6 +22,8 @@ PATHS = JobPaths(Path("/home/ada lovelace/runs/train-1"))
         ({"grace": "1.5s"}, {"signal": "B:TERM@32"}),
         ({"gpus": "all", "nproc_per_node": 2}, {"gpus-per-node": "2"}),
         ({"gpus": 8, "trainers": 3}, {"gpus-per-node": "2", "cpus-per-task": "2"}),
+        ({"slurm": {"time": "2h", "time-min": "90s"}}, {"time": "120", "time-min": "2"}),
+        ({"slurm": {"time": "soon"}}, {"time": "soon"}),
         ({"slurm": {"time": "1:00", "exclusive": True, "requeues": 3}}, {"time": "1:00", "exclusive": ""}),
     ],
 )
