@@ -69,7 +69,7 @@ class Cluster:
             trainers = pluralize(self.spec.trainers + self.spec.spares, "trainer")
             reasons.append(f"it has {trainers}, the job needs {spec.trainers + spec.spares}")
         if not set(wanted.gpus) <= set(self.plan.gpus):
-            reasons.append(f"its nodes can access only {len(self.plan.gpus)} GPUs")
+            reasons.append(f"its nodes can access only {pluralize(len(self.plan.gpus), 'GPU')}")
         if wanted.gpus and self.plan.engine == "swarm" and wanted.nproc_per_node > self.plan.nproc_per_node:
             reasons.append(f"its nodes have {self.plan.nproc_per_node} GPUs each")
         owner = self.paths.nodes.lstat()  # root may have started it with or without sudo

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 
 from orchestrate.console import print_message
@@ -38,9 +39,17 @@ def site(engine: Engine, spec: JobSpec, paths: JobPaths, claim: claims.Ticket) -
         except Busy as busy:
             among, count, held = busy.among, busy.count, busy.users
         if spec.queue:
+            if not last:
+                _check(engine, spec, paths)
             claim.wait(among, count)
             _report(claim, spec)
             last = _wait(claim, among, count, held, last)
+
+
+def _check(engine: Engine, spec: JobSpec, paths: JobPaths) -> None:
+    """Raise ResourceError for a job that could not run either once nothing is in use."""
+    asked = dataclasses.replace(spec, queue=False, gpus="all" if spec.gpus == "auto" else spec.gpus)
+    plan(asked, *engine.inventory(asked, paths.shared, run_image=False), paths.root.name, 0)
 
 
 def _report(claim: claims.Ticket, spec: JobSpec) -> None:
@@ -53,7 +62,7 @@ def _report(claim: claims.Ticket, spec: JobSpec) -> None:
 
 def _notice(claim: claims.Ticket, spec: JobSpec, among: tuple[str, ...]) -> None:
     """Print that a job passes others that wait for the same, or that it has nothing to wait for."""
-    if spec.queue and not among:
+    if spec.queue and not among and spec.gpus != "none":
         print_message("--queue has no effect: the job uses no GPUs of this machine, and pins no workers to cores")
     if not among or spec.queue:
         return

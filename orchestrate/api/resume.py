@@ -26,13 +26,15 @@ from orchestrate.spec.spec import JobSpec
 from orchestrate.supervise import launch, stores
 
 
-def resume(paths: JobPaths) -> Prepared:
+def resume(paths: JobPaths, wait: bool = False) -> Prepared:
     """Prepare a job that was stopped, failed or was lost, so that a supervisor continues it.
 
-    Its image and GPUs are checked again. Makes its code folder the current one. Raises OrchestrateError.
+    Its image and GPUs are checked again; `wait` puts it into the queue for GPUs, as the key `queue` does. Makes the
+    job's code folder the current one. Raises OrchestrateError.
     """
     check(paths)
     spec, last = run_dir.load(paths)
+    spec = dataclasses.replace(spec, queue=spec.queue or wait)
     try:
         source.go_to(Path(last.placement.code))
     except OSError as error:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from orchestrate.doctor.findings import GOOD, WARNING, Finding
 from orchestrate.engines import check_cache
-from orchestrate.host.gpus import Gpu, look, why_none
+from orchestrate.host.gpus import Gpu, claimed, look, why_none
 from orchestrate.spec.sizes import format_bytes
 
 LITTLE_DISK = 10 << 30  # bytes: the image and a few checkpoints
@@ -49,7 +49,7 @@ def gpus(found: Sequence[Gpu]) -> Iterator[Finding]:
     if not found:
         why = why_none()
         yield Finding(WARNING if why.startswith("nvidia-smi") else GOOD, why)
-    for gpu in found:
+    for gpu in claimed(tuple(found), ""):
         memory = f", {format_bytes(gpu.total)}" if gpu.total else ""
         yield Finding(GOOD, f"{gpu}: {gpu.name}{memory}{gpu.driver and f', driver {gpu.driver}'}")
     if any(not gpu.persistent and not gpu.display for gpu in found):

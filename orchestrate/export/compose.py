@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -70,10 +71,10 @@ def compose(spec: JobSpec, name: str) -> str:
         "services": services,
         "networks": {"job": {"driver_opts": file["networks"]["job"]["driver_opts"]}},
     }
-    return "".join(f"# {line}\n" for line in _head(spec, job, run, user)) + document(whole)
+    return "".join(f"# {line}\n" for line in _head(spec, job, run, code, user)) + document(whole)
 
 
-def _head(spec: JobSpec, job: Shape, run: str, user: tuple[int, int] | None) -> list[str]:
+def _head(spec: JobSpec, job: Shape, run: str, code: str, user: tuple[int, int] | None) -> list[str]:
     owner = "-o {} -g {} ".format(*user) if user else ""
     lines = [
         f"{job.name}: run it with docker compose --file FILE up, and remove it with docker compose --file FILE down.",
@@ -81,11 +82,21 @@ def _head(spec: JobSpec, job: Shape, run: str, user: tuple[int, int] | None) -> 
         f"  mkdir -p {quoted(os.path.dirname(run))} && mkdir -m 700 {quoted(run)} && "
         f"install -d {owner}{quoted(f'{run}/{JOB}')}",
     ]
+    if user and _is_private(Path(code), user[0]):
+        lines += [f"Nodes run as user {user[0]}, who cannot read the code yet:", f"  chmod a+rX {quoted(code)}"]
     if job.secrets:
         lines.append(f"Set in the environment of docker compose: {', '.join(job.secrets)}.")
     if spec.max_run:
         lines.append("Compose does not support max_run: start the job with `timeout` instead.")
     return lines
+
+
+def _is_private(folder: Path, user: int) -> bool:
+    """Whether a folder belongs to another account than this one, which cannot enter it."""
+    if not folder.is_dir():
+        return False
+    status = folder.stat()
+    return status.st_uid != user and not status.st_mode & stat.S_IXOTH
 
 
 def _run(name: str) -> Path:

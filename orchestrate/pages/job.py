@@ -209,25 +209,27 @@ def _printed(paths: JobPaths, mask: Mask, reader: Reader) -> Iterator[dict[str, 
     ranks = sorted(int(name[1]) for name in names if name)
     for rank in dict.fromkeys([*ranks[:1], *ranks[-1:], *ranks[:MAX_RANKS]]):
         some, epochs, last = False, Epochs(), dict[str, float]()
-        for found in _found(paths, rank, mask, reader, end):
+        for found, state in _found(paths, rank, mask, reader, end):
             some = True
             step = epochs.step(found) if found.bar else found.step
-            fresh = {name: value for name, value in found.metrics.items() if not found.bar or last.get(name) != value}
+            fresh = {name: value for name, value in found.metrics.items() if not state or last.get(name) != value}
             last |= fresh
             yield fresh if step is None else {**fresh, "step": step}
         if some or reader.given:
             return
 
 
-def _found(paths: JobPaths, rank: int, mask: Mask, reader: Reader, end: float) -> Iterator[Printed]:
+def _found(paths: JobPaths, rank: int, mask: Mask, reader: Reader, end: float) -> Iterator[tuple[Printed, bool]]:
+    """Yield what a log says, and whether that is one of several states of a progress bar, which repeats its metrics."""
     with contextlib.suppress(OSError), paths.folder.open(log(rank)) as file:
         read = Lines()
         for line in [*read.new(file, MAX_LOG), read.rest()]:
-            for state in mask(line.decode(errors="replace")).split("\r"):
+            states = mask(line.decode(errors="replace")).split("\r")
+            for state in states:
                 if time.thread_time() > end:
                     return
                 if found := reader.parse(state[-MAX_LINE:]):
-                    yield found
+                    yield found, found.bar and len(states) > 1
 
 
 def _set(spec: JobSpec, mask: Mask) -> dict[str, str]:

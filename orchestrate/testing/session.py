@@ -6,6 +6,8 @@ import contextlib
 import difflib
 import json
 import os
+import signal
+import threading
 import time
 from collections.abc import Callable, Mapping
 from functools import cached_property
@@ -86,6 +88,8 @@ class Worlds:
         self._cluster: Cluster | None = None
         self._on: Shape | None = None  # of the cluster
         self._errors: dict[Shape, str] = {}
+        if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, signal.default_int_handler)  # a job of CI that is cancelled, as Ctrl-C
 
     def run(self, item: pytest.Item, nextitem: pytest.Item | None) -> list[pytest.TestReport]:
         """Run a test on all ranks; return the reports of its phases."""

@@ -63,6 +63,8 @@ def test_a_shell_must_have_a_terminal_if_there_is_one(ready, job):
 
 
 def test_a_wrong_worker_or_no_command_must_be_refused(ready, job):
+    done = ready("exec", "ls")
+    assert done.returncode == 2 and "no command: it comes after --" in done.stderr
     run = ready.run_dir().name
     for options, text in (
         (["--node", "trainer-9", "--", "ls"], "nodes are master, trainer-1, trainer-2"),

@@ -101,6 +101,34 @@ def test_jobs_must_wait_for_gpus_in_order_of_arrival_and_dead_ones_must_make_way
     cli("stop", next(cli.folder.glob("runs/q1-*")).name)
 
 
+def test_a_job_that_could_never_run_must_not_wait(cli, box):
+    first = box("n1", *TWO)
+    eventually(lambda: running(cli, "n1"))
+    assert "in use by n1-" in cli("doctor", "--engine", "process", "--quick").stdout
+    for options, why in [
+        (("--trainers", "3"), "4 workers need 4 GPUs, but only 2 are available"),
+        (("--gpus", "3", "--trainers", "0"), "--gpus 3: only 2 are available"),
+    ]:
+        done = cli("run", "--engine", "process", "--queue", *options, "--", "count.py", "5")
+        assert done.returncode == 4 and why in done.stderr and "waits" not in done.stderr
+    finish(cli, "n1", first)
+
+
+def test_a_job_must_be_able_to_wait_before_it_is_resumed(cli, box):
+    first = box("r1", *TWO)
+    eventually(lambda: running(cli, "r1"))
+    assert cli("stop", "r1").returncode == 0
+    first.communicate(timeout=60)
+    other = box("r2", *TWO)
+    eventually(lambda: running(cli, "r2"))
+    resumed = cli.start("resume", "r1", "--queue")
+    eventually(lambda: re.search("^r1-.* waits for 2 GPUs, in use by r2-", cli("ps").stdout, re.M))
+    finish(cli, "r2", other)
+    (folder,) = cli.folder.glob("runs/r1-*/job")
+    (folder / "finish").touch()
+    assert resumed.communicate(timeout=60)[1] and resumed.returncode == 0
+
+
 def test_jobs_at_the_same_time_must_get_different_gpus_without_a_queue(cli, box):
     jobs = [box(f"s{number}", *ONE) for number in range(2)]
     eventually(lambda: all(running(cli, f"s{number}") for number in range(2)))

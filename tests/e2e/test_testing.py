@@ -322,6 +322,10 @@ def test_the_action_must_run_tests_and_keep_their_logs_and_results(small):
     subprocess.run(command, cwd=small.folder, env=small.env | given | {"PATH": path}, check=True, capture_output=True)
     assert ET.parse(results / "junit.xml").getroot()[0].attrib["tests"] == "1"
     assert len([*results.glob("runs/tests-*/logs/rank-*.log")]) == 2
+    wrong = subprocess.run(
+        command, cwd=small.folder, env=small.env | given | {"PATH": path, "ARGUMENTS": "a b's"}, capture_output=True
+    )
+    assert wrong.returncode == 1 and b"No closing quotation" in wrong.stderr
 
 
 @pytest.mark.parametrize(
@@ -366,15 +370,17 @@ def test_output_that_is_not_captured_must_be_in_the_logs_of_the_ranks(small):
     assert ["I am 1\n" in log.read_text() for log in small.folder.glob("runs/*/logs/rank-1.log")] == [True]
 
 
-def test_an_interrupted_run_must_leave_nothing(small):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_must_leave_nothing_and_keep_its_results(small, number):
     (small.folder / "test_it.py").write_text(
         "import os, time, pytest, pathlib\n\n@pytest.mark.nodes(2)\ndef test_it(rank):\n"
         "    pathlib.Path(os.environ['SEEN'], str(rank)).touch()\n    time.sleep(1000)\n"
     )
     with small.start() as process:
         eventually(lambda: len([*small.seen.iterdir()]) == 2)
-        os.kill(process.pid, signal.SIGINT)
+        os.kill(process.pid, number)
         assert "KeyboardInterrupt" in process.communicate(timeout=100)[0]
+    assert process.returncode == 2 and (small.folder / "results.xml").exists()
 
 
 def test_ranks_that_cannot_import_a_test_must_say_why(small):

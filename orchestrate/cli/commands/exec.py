@@ -39,11 +39,11 @@ def run(args: argparse.Namespace) -> int:
 
 def beside(args: argparse.Namespace, command: Sequence[str], terminal: bool) -> int:
     """Run a command beside the workers that the options select, and return its exit code."""
+    if not command:
+        raise UsageError("no command: it comes after --", f"{console.called()} exec JOB -- nvidia-smi")
     paths = find.paths_of(args)
     spec, plan = run_dir.load(paths)
     name = paths.root.name
-    if not command:
-        raise UsageError("no command: it comes after --", f"{console.called()} exec {name} -- nvidia-smi")
     if run_dir.ended(paths):
         raise UsageError(f"{name} has ended", f"{console.called()} logs {name}")
     firsts: dict[str, WorkerPlan] = {}

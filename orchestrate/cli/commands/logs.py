@@ -116,7 +116,7 @@ def _times(args: argparse.Namespace, paths: JobPaths, ranks: int) -> Times:
     if not any(options.values()):
         return Times()
     times = Times(paths.times, ranks)
-    if not times.notes and not args.follow:
+    if not times.notes and not args.follow and any(paths.log(rank).exists() for rank in range(ranks)):
         flag = next(name for name, given in options.items() if given)
         raise UsageError(f"{flag}: {paths.root.name} has no record of when its lines were written", "leave it out")
     return times

@@ -21,6 +21,7 @@ def add_arguments(parser: Parser) -> None:
     options.add_runs(parser)
     options.add_stdout_options(parser)
     options.add_detach(parser)
+    parser.add_argument("--queue", action="store_true", help="wait until enough GPUs are free, in order of arrival")
     parser.add_argument("--set", type=_refuse, help=argparse.SUPPRESS)
 
 
@@ -45,7 +46,7 @@ def _resume(args: argparse.Namespace) -> int:
     signals.interruptible()
     paths = find.paths_of(args)
     display.style_of(args, resume.check(paths))  # its options may be wrong
-    job = resume.resume(paths)
+    job = resume.resume(paths, wait=getattr(args, "queue", False))
     if not options.quiet(args):
         print_message(str(job.plan))
         if job.plan.engine == "process":

@@ -270,6 +270,11 @@ def test_times_must_be_printed(do, paths):
     assert re.fullmatch(r"\d\d:\d\d:00.5 first", line)
 
 
+def test_a_job_without_output_must_need_no_times(do, paths):
+    end(paths)
+    assert do("logs", "a-1", "-t") == do("logs", "a-1")
+
+
 def test_a_job_without_times_must_not_be_sorted_by_them(do, paths):
     paths.log(0).write_text("first\n")
     end(paths)

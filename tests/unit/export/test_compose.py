@@ -81,6 +81,14 @@ def test_nodes_exported_by_root_must_run_as_the_same_user_as_under_the_orchestra
     assert {file["services"][role]["user"] for role in NODES} == {user}
 
 
+def test_a_folder_that_nodes_cannot_read_must_be_noted_in_the_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    mine, line = f"{os.getuid()}:{os.getgid()}", f"#   chmod a+rX {tmp_path}\n"
+    for mode, user, noted in [(0o700, "4321:4321", True), (0o755, "4321:4321", False), (0o700, mine, False)]:
+        tmp_path.chmod(mode)
+        assert (line in compose(resolve({"command": COMMAND, "user": user}), "digits")) is noted
+
+
 def test_other_users_must_not_be_able_to_enter_the_run_directory(tmp_path, monkeypatch):
     (tmp_path / "it's $HOME\n\x1b").mkdir()
     monkeypatch.chdir(tmp_path / "it's $HOME\n\x1b")

@@ -39,7 +39,7 @@ def test_options_of_the_job_must_be_options_of_sbatch():
     given = {"partition": "gpu", "time": "2h", "exclusive": True, "requeues": 3}
     script = slurm(resolve({"slurm": given, "max_run": "9h"}), "x", "venv")
     options = [line.removeprefix("#SBATCH --") for line in script.splitlines() if line.startswith("#SBATCH")]
-    assert {"partition=gpu", "time=2h", "exclusive"} < {*options} and "requeues" not in script
+    assert {"partition=gpu", "time=120", "exclusive"} < {*options} and "requeues" not in script
 
 
 @pytest.mark.parametrize("value", ["gpu --output=/tmp/x", "a b", 'a"', "a'", "a#b", "a\\b", "a\tb"])

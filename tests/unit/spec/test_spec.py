@@ -45,6 +45,9 @@ def test_an_unknown_key_must_be_refused_with_the_closest_one():
     with pytest.raises(UsageError, match="unknown key 'trainer'") as caught:
         resolve({"trainer": 3})
     assert caught.value.hint == "did you mean trainers?"
+    with pytest.raises(UsageError, match="unknown key 'node'") as caught:
+        resolve({"node": 3})
+    assert caught.value.hint == "did you mean nodes?"
     with pytest.raises(UsageError, match="unknown key 'colour'") as caught:
         resolve({"colour": 3})
     assert all(key in caught.value.hint for key in [*FIELDS, "hyperparameters.colour"])
