@@ -7,9 +7,8 @@ ready. Then each message describes a worker to start, `{"command", "env", "cwd"}
 its output and, for its stack, a file; the answer is its process id. The node adopts and reaps it. One that would behave
 differently from one in a fresh interpreter gets a fresh interpreter: it execs Python.
 
-Only modules of the job's folder that the node names are imported from there, after it sends `GO`, when its network has
-the filter. Each worker reads its own message, so its content, such as a secret in the environment, is never in the
-memory of workers that are forked later.
+Modules of the job's folder are imported only after the node sends `GO`, when its network has the filter. Each worker
+reads its own message, so its content, such as a secret, is never in the memory of workers that are forked later.
 """
 
 from __future__ import annotations
