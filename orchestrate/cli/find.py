@@ -69,7 +69,8 @@ def find(args: argparse.Namespace, engines: list[Engine]) -> Path:
         raise UsageError(f"{args.job} is a cluster, not a job", f"python -m orchestrate down {args.job} removes it")
     if waiting := [] if args.job in found else _waiting(args.job):
         if not found:
-            raise UsageError(f"{waiting[0]} waits in the queue", "Ctrl-C in its shell, or SIGINT, ends that")
+            way = f"kill -INT {pid}" if (pid := claims.process(waiting[0])) else "SIGINT"
+            raise UsageError(f"{waiting[0]} waits in the queue", f"Ctrl-C in its shell, or {way}, ends that")
         raise UsageError(f"{args.job} matches {len(found) + len(waiting)} jobs", ", ".join([*found, *waiting]))
     if len(found) != 1:
         what = f"{args.job} matches {len(found)} jobs" if found else f"no such job: {args.job}"

@@ -84,6 +84,16 @@ def users(job: str, claims: list[Claim] | None = None) -> dict[str, Claim]:
     return {resource: claim for claim in known if claim.job != job for resource in claim.uses}
 
 
+def process(job: str) -> int:
+    """Return the process of this account that holds the claim of a job, as the kernel reports it; 0 if unknown."""
+    with contextlib.suppress(OSError, ValueError, IndexError), _own() as folder, open("/proc/locks") as locks:
+        files = [os.stat(name, dir_fd=folder) for name in os.listdir(folder) if name.startswith(f"{job}.")]
+        keys = [f"{os.major(file.st_dev):02x}:{os.minor(file.st_dev):02x}:{file.st_ino}" for file in files]
+        found = (line.split() for line in locks)  # proc(5): number, kind, mode, access, process, file, range
+        return next((int(fields[4]) for fields in found if fields[1] == "FLOCK" and fields[5] in keys), 0)
+    return 0
+
+
 class Ticket:
     """The claim of a job, of this process; usable in a `with` block, which ends it."""
 

@@ -76,6 +76,7 @@ def test_jobs_must_wait_for_gpus_in_order_of_arrival_and_dead_ones_must_make_way
     for given in (name, "q2"):
         done = cli("stop", given)
         assert (done.returncode, done.stderr.splitlines()[0]) == (2, f"error: {name} waits in the queue")
+        assert f"or kill -INT {jobs['q2'].pid}, ends that" in done.stderr
     passes = box("q6", "--gpus", "1", "--trainers", "0")
     eventually(lambda: running(cli, "q6"))
     assert re.search(
