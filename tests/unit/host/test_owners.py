@@ -64,7 +64,7 @@ def test_no_command_must_act_on_a_run_directory_that_is_not_ours(
     if found == "by its nodes":
         do.engine.states = [runs_elsewhere(paths.root)]
     with supervised(paths.root) as other:
-        code, out, err = do(command, "a-1")
+        code, out, err = do(command, "a-1", *(["--", "ls"] if command == "exec" else []))
         assert (code, out) == (2, [])
         assert err == [
             f"error: {paths.root} is not one of your run directories: {FORGED[forge]}",
