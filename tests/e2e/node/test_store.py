@@ -65,18 +65,22 @@ def test_the_store_must_be_killed_with_what_workers_have_left(agent):
 
 
 @pytest.mark.slow
-def test_a_signal_to_all_processes_must_end_only_those_that_workers_have_started(agent):
-    agent.start(
-        0,
-        CLIENT + "import signal; signal.signal(15, lambda *_: print('asked', flush=True)); print('ready')\n"
-        "import sys; sys.stdout.flush()\nwhile True: signal.pause()",
-    )
-    eventually(lambda: agent.log(0))
-    for pid in descendants(agent.node.pid):
-        os.kill(pid, signal.SIGTERM)  # as Slurm does, to a step
-    eventually(lambda: "asked" in agent.log(0))
-    assert len(hosts(agent.node.pid)) == 1
-    assert agent.run(1, CLIENT + "print('connected')") == 0
+def test_a_signal_to_all_processes_must_end_only_those_that_workers_have_started(tmp_path, port):
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    agent = Waiting(tmp_path, PRELOAD, **variables)
+    try:
+        waits = "import signal; signal.signal(15, lambda *_: print('asked', flush=True))\nprint('ready', flush=True)\n"
+        agent.start(0, CLIENT + waits + "while True: signal.pause()")
+        eventually(lambda: "ready" in agent.log(0))
+        before = descendants(agent.node.pid)  # the zygote, the store and the worker
+        assert len(before) == 3
+        for pid in before:
+            os.kill(pid, signal.SIGTERM)  # as Slurm does, to a step
+        eventually(lambda: "asked" in agent.log(0))
+        assert agent.run(1, CLIENT + "print('connected')") == 0
+        assert {*before} <= {*descendants(agent.node.pid)}
+    finally:
+        agent.end()
 
 
 @pytest.mark.slow
