@@ -49,7 +49,11 @@ def site(engine: Engine, spec: JobSpec, paths: JobPaths, claim: claims.Ticket) -
 def _check(engine: Engine, spec: JobSpec, paths: JobPaths) -> None:
     """Raise ResourceError for a job that could not run either once nothing is in use."""
     asked = dataclasses.replace(spec, queue=False, gpus="all" if spec.gpus == "auto" else spec.gpus)
-    plan(asked, *engine.inventory(asked, paths.shared, run_image=False), paths.root.name, 0)
+    try:
+        plan(asked, *engine.inventory(asked, paths.shared, run_image=False), paths.root.name, 0)
+    except ResourceError as error:
+        error.hint = "use fewer nodes or workers, or --gpus none"  # it would wait forever
+        raise
 
 
 def _report(claim: claims.Ticket, spec: JobSpec) -> None:

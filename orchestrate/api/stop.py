@@ -46,7 +46,10 @@ def stop(
     resources = removal.resources(engines, name)
     if resources or left or os.path.lexists(paths.root) and not run_dir.ended(paths):  # else `rm` has removed it
         print_message(f"{name} has no supervisor: removing its nodes")
-        _stop_unsupervised(paths, resources, count)
+        try:
+            _stop_unsupervised(paths, resources, count)
+        except BlockingIOError:  # it has one again
+            return stop(paths, engines, clock, count)
     if remaining := [resource for _, resource in removal.resources(engines, name)]:
         what = f"could not remove {', '.join(remaining)} of {name}"
         raise OrchestrateError(what, f"python -m orchestrate stop {name}")
@@ -75,7 +78,8 @@ def ask(paths: JobPaths, clock: Clock = SYSTEM) -> None:
 def _stop_unsupervised(paths: JobPaths, resources: list[tuple[Engine, str]], count: Callable[[JobSpec], Stops]) -> None:
     """Stop a job whose supervisor is gone, and write its report; remove its nodes if that fails.
 
-    Raises OrchestrateError if nodes still have files that cannot be copied to the run directory.
+    Raises OrchestrateError if nodes still have files that cannot be copied to the run directory, or are those of a
+    cluster, and BlockingIOError if the job has a supervisor.
     """
     try:
         spec, plan = run_dir.load(paths)
@@ -84,7 +88,10 @@ def _stop_unsupervised(paths: JobPaths, resources: list[tuple[Engine, str]], cou
         old = {"last": 0} if plan.engine == "slurm" else {}  # what was written before it waited in the queue
         feed = Feed(paths, spec, plan, Display(print_message), rest(paths, spec, plan, **old))
         data = launch.supervise(paths, engine, lambda: 1 + more(), feed)
-    except (OrchestrateError, BlockingIOError):
+    except OrchestrateError as error:
+        if paths.cluster:
+            hint = f"python -m orchestrate down {paths.cluster} removes its nodes, and what runs on them"
+            raise OrchestrateError(f"could not stop {paths.root.name}: {error}", hint) from None
         return removal.remove(paths, resources)
     if why := data["left_behind"]:
         name, cluster = paths.root.name, paths.cluster

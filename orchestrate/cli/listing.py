@@ -67,9 +67,9 @@ def current(runs: Path) -> Iterator[Listed]:
 def queued() -> Iterator[Listed]:
     """Yield the jobs of all accounts that wait for GPUs, in the order of the queue."""
     found = claims.found()
+    used = claims.users("", found)
     for claim in found:
         if claim.among:
-            used = claims.users(claim.job, found)
             holders = ", ".join(dict.fromkeys(str(used[each]) for each in claim.among if each in used))
             state = f"waits for {claims.wanted(claim.among, claim.count)}" + f", in use by {holders}" * bool(holders)
             yield Listed(str(claim), "", 0, state, None, claim.since / 1e9)

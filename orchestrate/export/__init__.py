@@ -108,6 +108,9 @@ def _check(spec: JobSpec, here: bool) -> None:
         raise UsageError("a source in a Git repository cannot be exported", "check it out, and use its folder")
     if [*map(spec.mask(), spec.command_line)] != [*spec.command_line]:
         raise UsageError("a command with a secret cannot be exported", "let the script read it from its variable")
+    texts = {"image": spec.image, "volume": spec.volume} | {f"slurm.{name}": text for name, text in spec.slurm.items()}
+    if shown := [key for key, text in texts.items() if spec.mask()(text) != text]:
+        raise UsageError(f"{shown[0]} is a secret, and cannot be exported", "write another value, or remove it")
     if spec.files:
         raise UsageError("secrets as files cannot be exported", "use env, and list their names in secrets")
     if brought := [key for key in BROUGHT if getattr(spec, key)]:

@@ -33,11 +33,14 @@ set -u
     exit $code'
 failed() {{ (set -C; echo "$1" > "$NODE_FAILED") 2>/dev/null; }}  # only the first one counts
 run() {{  # a node, as a task on a machine of the job
-    case $(pbsdsh -v -n "$1" -- /usr/bin/env {env}JOB_DIR="$JOB_DIR" NODE_PATIENT=1 NODE_RANK="$1" \\
-        NODE_FAILED="$NODE_FAILED" NODE_ENDED="$JOB_DIR/.ended-$attempt-$1" PATH="$PATH" \\
+    case $(pbsdsh -v -n "$1" -- /usr/bin/env PATH="$PATH" {env}JOB_DIR="$JOB_DIR" NODE_PATIENT=1 NODE_RANK="$1" \\
+        NODE_FAILED="$NODE_FAILED" NODE_ENDED="$JOB_DIR/.ended-$attempt-$1" \\
         MASTER_ADDR="$MASTER_ADDR" MASTER_PORT=$((20000 + (${{PBS_JOBID%%[!0-9]*}} * 97 + attempt) % 20000)) \\
         TORCHELASTIC_RESTART_COUNT="$attempt" /bin/bash -c "$TASK" node {folder} \\
-        {launch}) in *"exit status 0"*) ;; *) failed 1 ;; esac
+        {launch}) in *"exit status 0"*) ;; *) failed 1; return 1 ;; esac
+}}
+ended() {{  # whether all nodes have
+    for rank in $(seq 0 {last}); do [ -e "$JOB_DIR/.ended-$attempt-$rank" ] || return; done
 }}
 if [ "$(grep -c . "$PBS_NODEFILE")" != {nodes} ]; then
     echo "error: PBS_NODEFILE does not have {nodes} lines, one for each node: keep select and place as they are" >&2
@@ -52,13 +55,17 @@ for attempt in $(seq 0 {max_restarts}); do
     own "$JOB_DIR"
     rm -f "$JOB_DIR"/.failed-* "$JOB_DIR"/.ended-*
     NODE_FAILED="$JOB_DIR/.failed-$PBS_JOBID-$attempt"  # a new name: other machines may still see the last file
-    for rank in $(seq 0 {last}); do run "$rank" & done
-    until wait; do :; done  # a signal interrupts a wait
-    [ -e "$NODE_FAILED" ] || exit 0
+    tasks=() bad=''
+    for rank in $(seq 0 {last}); do run "$rank" & tasks+=($!); done
+    for task in "${{tasks[@]}}"; do
+        while kill -0 "$task" 2>/dev/null; do wait "$task"; done  # a signal interrupts a wait
+        wait "$task" || bad=1
+    done
+    [ -n "$bad" ] || [ -e "$NODE_FAILED" ] || exit 0
     code=$(first_failure || echo 1)
     case $code in {no_restart}) exit "$code" ;; esac
     if [ -n "$stop" ]; then  # PBS kills the tasks when this script ends
-        until [ "$(find "$JOB_DIR" -maxdepth 1 -name '.ended-*' | wc -l)" = {nodes} ]; do sleep 1; done
+        until ended; do sleep 1; done
         exit "$code"
     fi
     echo "generation $attempt ended with exit code $code" >&2

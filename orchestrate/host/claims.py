@@ -31,7 +31,8 @@ log = logging.getLogger(__name__)
 
 TOP, PREFIX = private.TEMPORARY, "orchestrate-gpus-"  # where all accounts find the folders: PREFIX and a user id
 CORES = "cores"  # claimed by jobs with pinned workers, in place of GPUs
-MAX_CLAIMS, MAX_SIZE = 1000, 64 << 10  # claims of an account that are read, and bytes of each
+MAX_CLAIMS, MAX_SIZE = 1000, 16 << 10  # claims of an account that are read, and bytes of each
+MAX_NAMES = 256  # resources in a claim: more than a machine has
 DECISION_TIMEOUT = 5.0  # seconds to wait for other jobs that decide; an account that holds the lock forever is ignored
 READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -249,7 +250,8 @@ def _read(name: str, folder: int, uid: int) -> Claim | None:
 
 def _claim(data: dict[str, Any], status: os.stat_result) -> Claim:
     uses, among, count = tuple(data["uses"]), tuple(data["among"]), data["count"]
-    if not JOB.fullmatch(data["job"]) or not all(map(RESOURCE.fullmatch, (*uses, *among))):
+    names = *uses, *among
+    if not JOB.fullmatch(data["job"]) or len(names) > MAX_NAMES or not all(map(RESOURCE.fullmatch, names)):
         raise ValueError("no claim")
     if type(count) is not int or not 0 <= count <= len(among):
         raise ValueError("no count")

@@ -17,6 +17,9 @@ from orchestrate.spec import command, strict_yaml
 from orchestrate.spec.redact import is_secret
 from orchestrate.spec.spec import APP, FIELDS, MAPPINGS, NODES, TEXTS, JobSpec, description
 
+# Keys whose values may be secrets, and are not in errors.
+QUIET = ("env", "pip", "secrets", "source", "slurm", "labels", "checkpoints", "output", "on_event")
+
 
 def _trainers(nodes: Any) -> int:
     """Convert a number of nodes to a number of trainers; raises UsageError."""
@@ -101,7 +104,7 @@ def _parsed(layers: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
             try:
                 parsed = FIELDS[key].metadata["kind"].parse(_decoded(value))
             except ValueError as error:
-                but = "" if key in ("env", "pip", "secrets", "source") else f", not {quoted(value)}"
+                but = "" if key in QUIET else f", not {quoted(value)}"
                 raise UsageError(f"{key} must be {error}{but}", description(key)) from None
             found[key] = found.get(key, {}) | parsed if single else parsed
     return found

@@ -19,6 +19,7 @@ SHORT = dict(A="account", C="constraint", G="gpus", J="job-name", L="licenses", 
 SHORT |= dict(d="dependency", n="ntasks", p="partition", q="qos", t="time", w="nodelist", x="exclude")
 STARTS = re.compile(r"\b(srun|torchrun|mpirun|python3?|accelerate)\b")
 MAPPED = ("job-name", "nodes", "ntasks-per-node", "cpus-per-task", "mem", "gpus", "gpus-per-node")
+SHOWN = (".", "source", "module", "conda", "cd", "mkdir", "srun", "python", "python3")  # lines that hold no secrets
 MAX_SHOWN = 100  # characters of a line that is not carried over
 MAX_SIZE = 1 << 16  # bytes of a script that are looked at
 
@@ -51,7 +52,7 @@ def job_file(text: str) -> str:
     if env:
         job["env"] = env
     if rest := {name: value or True for name, value in found.items() if name not in {*SET_HERE, "gres"}}:
-        job["slurm"] = rest
+        job["slurm"] = {name: "SECRET" if is_secret(name, str(value)) else value for name, value in rest.items()}
     left += [f"--{name}" for name in found if name in SET_HERE and name not in MAPPED]
     head = yaml.safe_dump(job | {"command": _masked(command)}, sort_keys=False, width=1000).rstrip()
     return "\n".join([head, *(f"# not carried over: {line}" for line in left)])
@@ -79,17 +80,20 @@ def _named(line: str) -> str:
     """Return how a line begins, up to values, which may be secrets."""
     if match := re.match(r"(export )?\w+=", line):
         return f"{match[0]}…"
-    words = [word.partition("=")[0] for word in line.split()[:4]]
+    if line.split()[0] not in SHOWN:
+        return f"{line.split()[0]} …"[:MAX_SHOWN]
+    words = [word.partition("=")[0] for word in _masked(line.split()[:4])]
     ends = next((number for number, word in enumerate(words) if word in ("login", "&&", "|", ";")), len(words))
     return " ".join(words[: ends + 1])[:MAX_SHOWN]
 
 
 def _masked(words: Sequence[str]) -> list[str]:
     """Return a command without what looks like a secret."""
-    found = []
-    for word in words:
+    found = list[str]()
+    for before, word in zip(("", *words), words):
         name, equals, value = word.partition("=")
-        secret = is_secret(name.lstrip("-").replace("-", "_"), value) if equals else is_secret("", word)
+        named = before if before.startswith("--") and not equals else name if equals else ""
+        secret = is_secret(named.lstrip("-").replace("-", "_"), value if equals else word)
         found.append(f"{name}{equals}SECRET" if secret and equals else "SECRET" if secret else word)
     return found
 

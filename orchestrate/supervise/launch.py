@@ -249,6 +249,12 @@ def recorder(paths: JobPaths, show_event: Callable[[Event], None] = lambda _: No
         raise UsageError(f"{paths.events} is damaged: {error}", hint) from None
 
 
+def _end_record(paths: JobPaths) -> None:
+    """End the record of a job, if its files say how it has ended: otherwise, only a supervisor can find out."""
+    if paths.report.exists() or History(run_dir.history(paths)).outcome:
+        records.end(paths.root)
+
+
 def _finish(job: JobContext, data: dict[str, Any], show: Callable[[str], None]) -> None:
     """Write the report and put the job's files in their final state; pass a warning to `show` for each failure."""
     paths = job.files.paths
@@ -264,7 +270,7 @@ def _finish(job: JobContext, data: dict[str, Any], show: Callable[[str], None]) 
         job.copies.publish,
     ]
     if not data["left_behind"]:
-        steps.append(lambda: records.end(paths.root))
+        steps.append(lambda: _end_record(paths))
     for step in steps:
         try:
             step()

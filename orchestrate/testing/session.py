@@ -90,6 +90,7 @@ class Worlds:
         self._errors: dict[Shape, str] = {}
         if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
             signal.signal(signal.SIGTERM, signal.default_int_handler)  # a job of CI that is cancelled, as Ctrl-C
+            os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
 
     def run(self, item: pytest.Item, nextitem: pytest.Item | None) -> list[pytest.TestReport]:
         """Run a test on all ranks; return the reports of its phases."""

@@ -88,7 +88,11 @@ def test_a_script_must_train_on_two_machines(pbs):
 
 def test_variables_and_arguments_must_reach_the_workers_and_secrets_only_from_qsub(pbs):
     arguments, secret = odd(50), "it's $HOME"
-    env = {f"ODD_{number}": text for number, text in enumerate(arguments)} | {"stop": "a", "attempt": "b"}
+    env = {f"ODD_{number}": text for number, text in enumerate(arguments)} | {
+        "stop": "a",
+        "attempt": "b",
+        "PATH": "/evil",
+    }
     file = pbs.cli.folder / "job.yaml"
     file.write_text(resolve({"command": ["probe.py", *arguments], "env": env | {"HF_TOKEN": "canary"}}).to_yaml())
     assert finish(pbs.submit(str(file), HF_TOKEN=secret)) == (0, "")
@@ -113,6 +117,7 @@ def test_a_killed_worker_must_restart_the_gang_from_its_checkpoint(pbs):
 def test_the_end_of_a_job_must_wait_until_workers_have_saved(pbs):
     job = pbs.submit("--", "count.py", "100000")
     eventually(lambda: len(pbs.steps(0)) > 15 and len(pbs.steps(1)) > 15)
+    (pbs.cli.folder / "runs" / "count" / ".ended-of-a-worker").touch()
     subprocess.run(["pkill", "-TERM", "--session", str(job.pid)], check=True)  # as PBS, for qdel and at the time limit
     assert finish(job) == (143, "")
     for rank in range(2):
@@ -123,6 +128,14 @@ def test_the_end_of_a_job_must_wait_until_workers_have_saved(pbs):
 def test_a_script_that_cannot_succeed_must_not_be_retried(pbs):
     (pbs.cli.folder / "usage.py").write_text("raise SystemExit(2)\n")
     assert finish(pbs.submit("--", "usage.py")) == (2, "")
+
+
+def test_a_job_whose_folder_is_gone_must_have_failed(pbs):
+    (pbs.cli.folder / "gone.py").write_text(
+        "import os, shutil\nshutil.rmtree(os.environ['JOB_DIR'])\nraise SystemExit(1)\n"
+    )
+    code, err = finish(pbs.submit("--set", "max_restarts=0", "--", "gone.py"))
+    assert code == 1 and "generation 0 ended with exit code 1" in err
 
 
 def test_a_machine_that_starts_nothing_must_fail_the_job_and_end_the_other_node(pbs):

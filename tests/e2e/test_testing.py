@@ -383,6 +383,15 @@ def test_an_interrupted_run_must_leave_nothing_and_keep_its_results(small, numbe
     assert process.returncode == 2 and (small.folder / "results.xml").exists()
 
 
+def test_children_of_later_tests_must_end_on_sigterm(small):
+    text = "\nimport signal\n\ndef test_three():\n    if not (pid := os.fork()):\n"
+    text += (
+        "        os._exit(signal.getsignal(signal.SIGTERM) != signal.SIG_DFL)\n    assert os.waitpid(pid, 0)[1] == 0\n"
+    )
+    (small.folder / "test_it.py").write_text(SMALL + text)
+    assert "3 passed" in small()
+
+
 def test_ranks_that_cannot_import_a_test_must_say_why(small):
     text = 'import os\nassert "RANK" not in os.environ, "not for ranks"\n' + SMALL
     (small.folder / "test_it.py").write_text(text)

@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     name, engine = chosen.name, choice.of_plan(chosen.spec, chosen.plan)
     resources = removal.resources([engine], name)
     for paths in [] if chosen.user() else chosen.jobs():
-        if not (owners.foreign(paths.root) or run_dir.ended(paths) or lock.supervisor(paths)):
+        if not (owners.foreign(paths.root) or run_dir.ended(paths) or lock.supervisor(paths)) and _is_intact(paths):
             hint = f"python -m orchestrate stop {paths.root.name} ends it, attach {paths.root.name} continues it"
             raise UsageError(f"{name} is in use by {paths.root.name}, which has no supervisor", hint)
     if args.dry_run:
@@ -58,6 +58,16 @@ def run(args: argparse.Namespace) -> int:
     cluster.take_down(engine, chosen, grace=30)
     print_message(f"{name} removed")
     return errors.SUCCEEDED
+
+
+def _is_intact(paths: JobPaths) -> bool:
+    """Whether another supervisor could continue a job."""
+    try:
+        run_dir.load(paths)
+        run_dir.history(paths)
+    except UsageError:
+        return False
+    return True
 
 
 def _remove_partial(args: argparse.Namespace, paths: JobPaths) -> int:

@@ -60,7 +60,8 @@ def show_plan(args: argparse.Namespace) -> int:
     if job_plan.engine == "slurm" and not as_json:
         from orchestrate.engines.slurm.script import script  # only here: it takes time to import
 
-        out(f"\n{script(spec, JobPaths(args.runs / job_plan.job_id))}".rstrip())
+        text = script(spec, JobPaths(args.runs / job_plan.job_id)).rstrip()
+        out("\n" + "\n".join(map(spec.mask(), text.split("\n"))))
     return errors.SUCCEEDED
 
 

@@ -19,6 +19,7 @@ from orchestrate.record import lock, run_dir
 from orchestrate.record.events import GenerationStarting
 from orchestrate.record.paths import JobPaths
 from orchestrate.spec.spec import JobSpec
+from orchestrate.supervise import launch
 from orchestrate.supervise.context import BY_USER
 
 
@@ -271,6 +272,47 @@ def test_rm_of_a_job_that_may_still_run_on_a_cluster_must_give_a_hint(do, engine
     code, _, err = do("rm", "a-1")
     assert (code, err[1]) == (2, "hint: python -m orchestrate stop a-1, or down c-1")
     assert paths.logs.exists() and engine.calls == []
+
+
+@pytest.mark.parametrize("file", ["job.yaml", "events.jsonl"])
+def test_a_cluster_whose_job_can_be_neither_continued_nor_stopped_must_be_removable(do, engine, tmp_path, file):
+    cluster(tmp_path, "c-1")
+    paths = create(JobPaths(tmp_path / "a-1"), cluster="c-1")
+    noted(paths, *(GenerationStarting(number, ("master",), 1, 29500) for number in range(2)))
+    assert do("down", "c-1")[2][0] == "error: c-1 is in use by a-1, which has no supervisor"
+    (paths.root / file).write_text("[" + (paths.root / file).read_text()[1:])
+    code, _, err = do("stop", "a-1")
+    assert code and err[1].startswith("error: could not stop a-1: "), err
+    assert err[2] == "hint: python -m orchestrate down c-1 removes its nodes, and what runs on them"
+    assert do("down", "c-1") == (0, [], ["c-1 removed"])
+
+
+def test_a_job_that_has_a_supervisor_again_must_be_asked_to_stop(do, paths, engine, monkeypatch):
+    supervise, calls = launch.supervise, []
+
+    def taken_over(*args, **options):
+        calls.append(1)
+        if len(calls) == 1:
+            raise BlockingIOError
+        return supervise(*args, **options)
+
+    monkeypatch.setattr(launch, "supervise", taken_over)
+    assert do("stop", "a-1")[0] == 0 and len(calls) == 2
+    assert not_none(run_dir.ended(paths))["outcome"] == "stopped"
+
+
+def test_a_job_whose_outcome_could_not_be_recorded_must_be_attachable(do, paths, engine, monkeypatch):
+    engine.generations, down = [[ALL_WELL]], engine.down
+
+    def lose_the_disk(*args, **options):
+        paths.events.write_text("")
+        return down(*args, **options)
+
+    engine.down = lose_the_disk
+    with monkeypatch.context() as patch:
+        patch.setattr(records, "write", raising(OSError(5, "Input/output error")))
+        do("attach", "a-1")
+    assert not paths.report.exists() and not_none(records.find(paths.root)).key
 
 
 def test_a_cluster_that_a_job_uses_must_stay_up(do, engine, tmp_path):

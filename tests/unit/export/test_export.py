@@ -127,6 +127,14 @@ def test_the_slurm_script_must_be_valid_bash(form):
     assert "#SBATCH --cpus-per-task=4\n" in script
 
 
+@pytest.mark.parametrize(
+    ("key", "settings"), [("slurm.wckey", {"slurm": {"wckey": "canary-1"}}), ("image", {"image": "a/canary-1:2"})]
+)
+def test_secrets_in_other_keys_must_be_refused(key, settings):
+    with pytest.raises(UsageError, match=f"{key} is a secret, and cannot be exported"):
+        shape(resolve({"command": "train.py", "env": {"API_TOKEN": "canary-1"}, **settings}), "x")
+
+
 @pytest.mark.parametrize("form", ["venv", "apptainer"])
 def test_the_pbs_script_must_be_valid_bash_and_ask_for_what_the_job_needs(form):
     script = pbs(resolve(SPEC | {"name": "it's", "env": {"A": "two words; 'quoted'"}}), "its", form)

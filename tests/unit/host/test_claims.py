@@ -143,6 +143,7 @@ def test_a_job_must_claim_its_gpus_or_the_cores_of_this_machine(engine, gpus, pi
 def invalid() -> list[bytes]:
     whole = {"job": "x-1", "uses": ["GPU-1"], "among": [], "count": 0}
     changes: list[dict] = [{"job": "../x"}, {"job": 1}, {"uses": 3}, {"uses": ["\x1b[31m"]}, {"count": -1}]
+    changes += [{"uses": [f"G{number}" for number in range(257)]}]
     changes += [{"count": 2}, {"count": True, "among": ["G"]}, {"among": [["G"]]}, {"among": None}]
     texts = [json.dumps(whole | change).encode() for change in changes]
     return [*texts, b"", b"\0", b"[" * 60_000, b"{}", b"[1]", b"\xff", json.dumps(whole).encode() + b" " * (64 << 10)]

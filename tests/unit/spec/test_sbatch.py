@@ -97,6 +97,15 @@ def test_what_looks_like_a_secret_must_not_be_shown():
     assert job_file(f"#SBATCH --gpus-per-node={'9' * 5000}\n#SBATCH --mem={'9' * 5000}")
 
 
+def test_secrets_must_not_be_shown_where_they_follow_an_option_or_a_program():
+    lines = ["#SBATCH -N 2", "#SBATCH --comment=hf_abcdefghijklmnopqrstuvwxyz", "curl -u me:canary1 https://x"]
+    lines += ["echo canary2 > ~/.token", "git clone https://bob:canary3@x/y", "srun train --password canary4 a.py"]
+    lines += ["module load cuda/12", "srun torchrun train.py --password canary5 --lr 0.1"]
+    text = job_file("\n".join(lines))
+    assert "canary" not in text and "hf_" not in text
+    assert "# not carried over: curl …\n" in text and "# not carried over: module load cuda/12\n" in text
+
+
 def test_a_script_without_options_must_be_none():
     assert job_file("#!/bin/bash\npython train.py\n") == ""
 
