@@ -306,12 +306,11 @@ def test_a_job_whose_outcome_could_not_be_recorded_must_be_attachable(do, paths,
 
     def lose_the_disk(*args, **options):
         paths.events.write_text("")
+        monkeypatch.setattr(records, "write", raising(OSError(5, "Input/output error")))
         return down(*args, **options)
 
     engine.down = lose_the_disk
-    with monkeypatch.context() as patch:
-        patch.setattr(records, "write", raising(OSError(5, "Input/output error")))
-        do("attach", "a-1")
+    do("attach", "a-1")
     assert not paths.report.exists() and not_none(records.find(paths.root)).key
 
 
