@@ -39,7 +39,7 @@ def site(engine: Engine, spec: JobSpec, paths: JobPaths, claim: claims.Ticket) -
         except Busy as busy:
             among, count, held = busy.among, busy.count, busy.users
         if spec.queue:
-            if not last:
+            if not claim.waits:
                 _check(engine, spec, paths)
             claim.wait(among, count)
             _report(claim, spec)

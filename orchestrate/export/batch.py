@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 import shlex
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from orchestrate.errors import UsageError
 from orchestrate.export import Shape, carries_node, check_folders, quoted, shape
-from orchestrate.files.paths import NODE, PACKAGE, is_text
+from orchestrate.files.paths import NODE, PACKAGE, code_folder, is_text
 from orchestrate.plan import container
 from orchestrate.plan.plan import pluralize
 from orchestrate.spec.spec import IMAGE, JobSpec
@@ -47,7 +48,30 @@ def unattended(spec: JobSpec, name: str, system: str) -> Shape:
     return job
 
 
-def head(spec: JobSpec, job: Shape, form: str, submit: str) -> str:
+def filled(
+    template: str, spec: JobSpec, job: Shape, form: str, submit: str, env: Mapping[str, str], **values: object
+) -> str:
+    """Return a script that the command `submit` submits; `env` are variables of its nodes, `values` what only it has.
+
+    Raises UsageError for what the form does not support.
+    """
+    folder = _checked(code_folder(spec.command), form)
+    return template.format(
+        name=job.name,
+        nodes=job.nodes,
+        head=_head(spec, job, form, submit),
+        functions=FUNCTIONS,
+        secrets=_required(job, submit),
+        folder=quoted(folder),
+        env="".join(f"{key}={quoted(value)} \\\n        " for key, value in env.items()),
+        max_restarts=spec.max_restarts,
+        launch=_launch(spec, form, folder),
+        no_restart=NO_RESTART,
+        **values,
+    )
+
+
+def _head(spec: JobSpec, job: Shape, form: str, submit: str) -> str:
     """Return the first lines of a script that the command `submit` submits."""
     lines = [
         f"{job.name}: {pluralize(job.nodes, 'node')} × {pluralize(job.nproc, 'worker')}, for {submit}. "
@@ -59,12 +83,12 @@ def head(spec: JobSpec, job: Shape, form: str, submit: str) -> str:
     return "\n".join(["#!/bin/bash", *(f"# {line}" for line in lines)])
 
 
-def required(job: Shape, submit: str) -> str:
+def _required(job: Shape, submit: str) -> str:
     """Return lines that end a script unless the environment of `submit` has the secrets of the job."""
     return "".join(f': "${{{key}:?set {key} in the environment of {submit}}}"\n' for key in job.secrets)
 
 
-def checked(folder: Path, form: str) -> str:
+def _checked(folder: Path, form: str) -> str:
     """Return the path of a folder to mount; raises UsageError for a path that the form does not support."""
     path = str(folder)
     if not is_text(path):
@@ -74,12 +98,12 @@ def checked(folder: Path, form: str) -> str:
     return path
 
 
-def launch(spec: JobSpec, form: str, folder: str) -> str:
+def _launch(spec: JobSpec, form: str, folder: str) -> str:
     """Return the command that runs a node with its code in `folder`; raises UsageError for what a form cannot run."""
     command = " ".join(map(quoted, spec.command_line))
     if form == "venv":
         return f"{quoted(sys.executable)} {quoted(str(NODE))} {command}"
-    node = [] if carries_node(spec.image) else [f"{checked(PACKAGE, form)}:/opt/orchestrate"]
+    node = [] if carries_node(spec.image) else [f"{_checked(PACKAGE, form)}:/opt/orchestrate"]
     mounts = ",".join([shlex.quote(f"{folder}:{folder}"), '"$JOB_DIR:$JOB_DIR"', *map(shlex.quote, node)])
     if spec.image == IMAGE:
         hint = "push an image with the packages of the job to a registry, or convert it to a file, and set image"

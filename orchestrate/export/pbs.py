@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 
-from orchestrate.export import quoted
-from orchestrate.export.batch import FUNCTIONS, NO_RESTART, checked, head, launch, required, unattended
-from orchestrate.files.paths import code_folder
+from orchestrate.export.batch import filled, unattended
 from orchestrate.spec.sizes import parse_size
 from orchestrate.spec.spec import JobSpec
 
@@ -94,18 +92,5 @@ def pbs(spec: JobSpec, name: str, form: str) -> str:
         "-S /bin/bash",
         "-V",
     ]
-    folder = checked(code_folder(spec.command), form)
-    return SCRIPT.format(
-        name=name,
-        nodes=job.nodes,
-        last=job.nodes - 1,
-        head=head(spec, job, form, "qsub"),
-        functions=FUNCTIONS,
-        options="\n".join(f"#PBS {option}" for option in options),
-        secrets=required(job, "qsub"),
-        folder=quoted(folder),
-        env="".join(f"{key}={quoted(value)} \\\n        " for key, value in (threads | job.env).items()),
-        max_restarts=spec.max_restarts,
-        launch=launch(spec, form, folder),
-        no_restart=NO_RESTART,
-    )
+    lines = "\n".join(f"#PBS {option}" for option in options)
+    return filled(SCRIPT, spec, job, form, "qsub", threads | job.env, options=lines, last=job.nodes - 1)

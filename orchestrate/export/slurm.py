@@ -8,9 +8,7 @@ import re
 from orchestrate import console
 from orchestrate.engines.slurm.script import flags, given, requested
 from orchestrate.errors import UsageError
-from orchestrate.export import quoted
-from orchestrate.export.batch import FUNCTIONS, NO_RESTART, checked, head, launch, required, unattended
-from orchestrate.files.paths import code_folder
+from orchestrate.export.batch import filled, unattended
 from orchestrate.plan import container
 from orchestrate.spec.spec import JobSpec
 
@@ -66,19 +64,14 @@ def slurm(spec: JobSpec, name: str, form: str) -> str:
             hint = "remove spaces, quotes, # and backslashes, or set it on the command line of sbatch"
             raise UsageError(f"slurm.{key}: {console.quoted(value)} cannot be in a #SBATCH line", hint)
     words = flags(options | given(spec))
-    folder = checked(code_folder(spec.command), form)
-    return SCRIPT.format(
-        name=name,
-        nodes=job.nodes,
-        head=head(spec, job, form, "sbatch"),
-        functions=FUNCTIONS,
+    return filled(
+        SCRIPT,
+        spec,
+        job,
+        form,
+        "sbatch",
+        job.env,
         options="\n".join(f"#SBATCH {word}" for word in words),
-        secrets=required(job, "sbatch"),
-        folder=quoted(folder),
-        env="".join(f"{key}={quoted(value)} \\\n        " for key, value in job.env.items()),
         cpus=options["cpus-per-task"],
-        max_restarts=spec.max_restarts,
         wait=container.stop_seconds(spec.grace),
-        launch=launch(spec, form, folder),
-        no_restart=NO_RESTART,
     )

@@ -121,6 +121,11 @@ class Ticket:
             if claim.job == self.job and claim.uses and claim.uid == os.geteuid():
                 self._write(claim.uses)
 
+    @property
+    def waits(self) -> bool:
+        """Whether it is in the queue."""
+        return bool(self.content[1])
+
     def wait(self, among: tuple[str, ...], count: int) -> None:
         """Wait in the queue for `count` of some resources; the place is kept while they are among the first ones."""
         if not {*among} <= {*self.content[1]}:

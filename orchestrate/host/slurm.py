@@ -89,6 +89,11 @@ def is_leaving(known: dict[str, str]) -> bool:
     with contextlib.suppress(ValueError):
         if int(known.get("Restarts", "0")) > int(os.environ.get("SLURM_RESTART_COUNT") or 0):
             return True
+    return _has_notice(known)
+
+
+def _has_notice(known: dict[str, str]) -> bool:
+    """Whether a job has to make way for another one."""
     return known.get("PreemptTime", "None") != "None"
 
 
@@ -98,8 +103,10 @@ def requeues_preempted(known: dict[str, str]) -> bool:
     Slurm does since 24.05 (`GRACE_PREEMPT` in proc_req.c), and would do so again at the end of a job that is requeued
     before. Raises EngineError.
     """
+    if not _has_notice(known):
+        return False
     version = re.search(r"(\d+)\.(\d+)", call("sbatch", "--version"))
-    if known.get("PreemptTime", "None") == "None" or not version or (int(version[1]), int(version[2])) < (24, 5):
+    if not version or (int(version[1]), int(version[2])) < (24, 5):
         return False
     return "PreemptMode=REQUEUE" in call("scontrol", "show", "partition", "--oneliner", known.get("Partition", ""))
 

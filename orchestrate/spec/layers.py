@@ -95,10 +95,9 @@ def _parsed(layers: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
             single = bool(dot) and name in MAPPINGS
             key, value = (name, {entry: value}) if single else (key, value)
             if key not in FIELDS:
-                near = difflib.get_close_matches(key, ["nodes", *FIELDS], n=1, cutoff=0.7)
-                others = (
-                    f"hyperparameters.{key} for an option of the script; otherwise one of nodes, {', '.join(FIELDS)}"
-                )
+                known = ["nodes", *FIELDS]
+                near = difflib.get_close_matches(key, known, n=1, cutoff=0.7)
+                others = f"hyperparameters.{key} for an option of the script; otherwise one of {', '.join(known)}"
                 hint = f"did you mean {near[0]}?" if near else others
                 raise UsageError(f"unknown key {quoted(key)}", hint)
             try:

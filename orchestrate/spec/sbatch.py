@@ -80,9 +80,10 @@ def _named(line: str) -> str:
     """Return how a line begins, up to values, which may be secrets."""
     if match := re.match(r"(export )?\w+=", line):
         return f"{match[0]}…"
-    if line.split()[0] not in SHOWN:
-        return f"{line.split()[0]} …"[:MAX_SHOWN]
-    words = [word.partition("=")[0] for word in _masked(line.split()[:4])]
+    first, *others = line.split()[:4]
+    if first not in SHOWN:
+        return f"{first} …"[:MAX_SHOWN]
+    words = [word.partition("=")[0] for word in _masked([first, *others])]
     ends = next((number for number, word in enumerate(words) if word in ("login", "&&", "|", ";")), len(words))
     return " ".join(words[: ends + 1])[:MAX_SHOWN]
 

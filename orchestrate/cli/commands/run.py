@@ -60,8 +60,7 @@ def show_plan(args: argparse.Namespace) -> int:
     if job_plan.engine == "slurm" and not as_json:
         from orchestrate.engines.slurm.script import script  # only here: it takes time to import
 
-        text = script(spec, JobPaths(args.runs / job_plan.job_id)).rstrip()
-        out("\n" + "\n".join(map(spec.mask(), text.split("\n"))))
+        out(f"\n{spec.mask()(script(spec, JobPaths(args.runs / job_plan.job_id)))}".rstrip())
     return errors.SUCCEEDED
 
 
