@@ -25,7 +25,7 @@ from orchestrate.engines.client_session import ClientSession, key_of
 from orchestrate.engines.connection import NodeConnection
 from orchestrate.engines.node_clients import NodeClients
 from orchestrate.errors import EngineError, ResourceError
-from orchestrate.files.paths import NODE, PROJECT, code_folder
+from orchestrate.files.paths import NODE, NODES, PROJECT, code_folder
 from orchestrate.host import private
 from orchestrate.host.cores import cores
 from orchestrate.host.gpus import Offer, claimed, fields, look, offer, why_none
@@ -85,7 +85,8 @@ class ProcessEngine:
     def inventory(self, spec: JobSpec, run: Path, run_image: bool) -> tuple[Inventory, Placement]:
         """Return the resources of this machine; raises ResourceError if a package that the app needs is missing."""
         code = code_folder(spec.command)
-        missing = [name for name in ("torch", "safetensors") if code == PROJECT and not importlib.util.find_spec(name)]
+        app = code == PROJECT and run.name != NODES  # a cluster may run other jobs
+        missing = [name for name in ("torch", "safetensors") if app and not importlib.util.find_spec(name)]
         if missing:
             hint = "pip install torch torchvision safetensors, or start Docker"
             raise ResourceError(f"{missing[0]} is not installed in {sys.executable}", hint)

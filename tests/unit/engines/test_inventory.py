@@ -343,6 +343,7 @@ def test_the_inventory_must_describe_this_machine(tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "torch" or None)
     with pytest.raises(ResourceError, match="safetensors is not installed in .*python"):
         engine.inventory(JobSpec(), tmp_path / "run", False)
+    assert engine.inventory(JobSpec(), tmp_path / "nodes", False)  # nodes of a cluster, whose jobs may need neither
 
 
 @pytest.mark.parametrize("key", OF_CONTAINERS)
