@@ -3,7 +3,7 @@
 import itertools
 
 import pytest
-from support.slurm_cluster import Cluster, build
+from support.slurm_cluster import Cluster
 
 _numbers = itertools.count()
 
@@ -11,7 +11,6 @@ _numbers = itertools.count()
 @pytest.fixture(scope="session")
 def machines(docker_engine, tmp_path_factory):
     """A cluster of three machines."""
-    build()
     cluster = Cluster(tmp_path_factory.mktemp("slurm"))
     yield cluster
     cluster.down()

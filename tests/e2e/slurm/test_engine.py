@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 from support.faults import complete
+from support.machines import PYTHON
 from support.optional import not_none
 from support.repo import SCRIPTS
-from support.slurm_cluster import PYTHON
 from support.waiting import eventually
 
 pytestmark = [pytest.mark.docker, pytest.mark.slow]

@@ -8,9 +8,9 @@ import sys
 import pytest
 from support.cli import Cli
 from support.faults import complete
+from support.machines import PYTHON
 from support.odd_text import odd
 from support.repo import ROOT
-from support.slurm_cluster import PYTHON
 from support.waiting import eventually
 
 from orchestrate.spec.layers import resolve

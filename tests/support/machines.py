@@ -1,0 +1,59 @@
+"""Machines of a cluster, each a container.
+
+They share the project, read-only, and a folder at the path that it has here.
+"""
+
+import os
+import secrets
+import subprocess
+from pathlib import Path
+
+from support.leftovers import docker
+from support.repo import ROOT
+
+PYTHON = "/opt/venv/bin/python"
+
+
+class Machines:
+    """Machines of an image, each of which runs `start`, a script in the folder `here` of the tests."""
+
+    def __init__(self, folder: Path, image: str, here: Path) -> None:
+        self.folder, self.image, self.here = folder, image, here
+        self.name, self.started = f"{here.name}-{secrets.token_hex(4)}", list[str]()
+        (folder / "cluster").mkdir()
+        (folder / "home").mkdir()
+        docker("network", "create", self.name)
+
+    def build(self, node: str) -> None:
+        """Build their image from that of a node."""
+        network = os.environ.get("BUILD_NETWORK", "default")
+        command = ["docker", "build", "--network", network, "--build-arg", f"NODE={node}", "--tag", self.image]
+        done = subprocess.run([*command, str(self.here)], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-2000:]
+
+    def start(self, machine: str, *role: str) -> None:
+        """Start a machine."""
+        names = ["--name", self.of(machine), "--hostname", machine, "--network", self.name, "--network-alias", machine]
+        folders = [f"{ROOT}:{ROOT}:ro", f"{self.folder}:{self.folder}", f"{self.folder}/cluster:/cluster"]
+        mounts = [word for folder in [*folders, f"{self.here / 'start'}:/start:ro"] for word in ("--volume", folder)]
+        env = ["--env", f"HOME={self.folder}/home", "--env", f"PYTHONPATH={ROOT}", "--env", "PYTHONDONTWRITEBYTECODE=1"]
+        docker("run", "--detach", "--init", *names, *mounts, *env, "--entrypoint", "/start", self.image, *role)
+        self.started.append(machine)
+
+    def of(self, machine: str) -> str:
+        """The container of a machine."""
+        return f"{self.name}-{machine}"
+
+    def run(self, machine: str, folder: Path, *command: str) -> str:
+        """Run a command on a machine, and return its output."""
+        words = ["docker", "exec", "--workdir", str(folder), self.of(machine), *command]
+        return subprocess.run(words, capture_output=True, text=True).stdout
+
+    def kill(self, pid: int, machine: str) -> None:
+        """Kill a process."""
+        self.run(machine, self.folder, PYTHON, "-c", f"import os; os.kill({pid}, 9)")
+
+    def down(self) -> None:
+        """Remove them."""
+        docker("rm", "--force", "--volumes", *map(self.of, self.started))
+        docker("network", "rm", self.name)
