@@ -37,7 +37,7 @@ class Checkpoints:
         `over()` returns whether a newer generation saves here: a worker presumed dead must not change anything.
         """
         self.folder, self.keep, self.over = folder, keep, over
-        self.misses = 0
+        self.misses, self.damaged = 0, set[Path]()
         self.copies = _Copies()
         self.thread: threading.Thread | None = None
 
@@ -83,6 +83,7 @@ class Checkpoints:
                 return load(path)
             except Exception as error:  # whatever is wrong with it, an older one may be valid
                 print(f"checkpoint {path.name} is damaged, trying the previous one: {error}", flush=True)
+                self.damaged.add(path)
         return None
 
     def _recover(self) -> None:
@@ -130,12 +131,16 @@ class Checkpoints:
         if final.exists():  # from before a resume
             final.rename(self.folder / f".{final.name}.old")
         work.rename(final)
+        self.damaged.discard(final)
         _durable_folder(self.folder)
-        self._tidy()
+        self._tidy(step)
 
-    def _tidy(self) -> None:
-        """Point `last` and `best` at their checkpoints; only then remove those that are neither new nor best."""
-        known = self.all()
+    def _tidy(self, step: int) -> None:
+        """Point `last` and `best` at their checkpoints; only then remove those that are neither new nor best.
+
+        Those of later steps do not count: training went on before them, since they are damaged.
+        """
+        known = [item for item in self.all() if item[1]["step"] <= step and item[0] not in self.damaged]
         scored = [item for item in known if item[1].get("score") is not None]
         kept = known[-self.keep :]
         links = {"last": known[-1]}
@@ -149,7 +154,9 @@ class Checkpoints:
         _durable_folder(self.folder)
         for path in [path for path, _ in known] + list(self.folder.glob(".step-*")):
             if path not in [item[0] for item in [*kept, *links.values()]]:
-                shutil.rmtree(path, ignore_errors=True)
+                stale = self.folder / f".{path.name.lstrip('.')}.gone"  # which the next save removes, too
+                path.rename(stale)
+                shutil.rmtree(stale, ignore_errors=True)
 
 
 def load(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -123,6 +123,32 @@ def test_a_truncated_checkpoint_must_be_skipped(tmp_path, cut):
     assert not_none(store.newest())[0]["step"] == 1
 
 
+def test_saves_must_be_kept_while_damaged_checkpoints_of_later_steps_are_there(tmp_path):
+    saved(tmp_path, None, None)
+    for step in (1, 2):
+        (tmp_path / f"step-0000000{step}").rename(tmp_path / f"step-0000090{step}")
+        (tmp_path / f"step-0000090{step}" / "state.pt").write_bytes(b"damaged")
+    store = Checkpoints(tmp_path)
+    assert store.newest() is None
+    for step in (1, 2, 3):
+        store.save(state(step), step)
+        store.wait()
+    assert not_none(Checkpoints(tmp_path).newest())[0]["step"] == 3
+    assert (tmp_path / "last").readlink().name == "step-00000003"
+
+
+def test_a_removal_that_was_interrupted_must_be_completed_by_the_next_save(tmp_path, monkeypatch):
+    store = saved(tmp_path, None, None)
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint.shutil, "rmtree", lambda path, **_: (path / "manifest.json").unlink())  # and no more
+        store.save(state(3), 3)
+        store.wait()
+    for step in (4, 5, 6):
+        store.save(state(step), step)
+        store.wait()
+    assert {path.name for path in tmp_path.iterdir()} == {"last", "step-00000005", "step-00000006"}
+
+
 def test_newest_must_return_none_if_no_checkpoint_is_intact(tmp_path):
     store = saved(tmp_path, None)
     (tmp_path / "step-00000001" / "state.pt").unlink()
@@ -174,7 +200,8 @@ def test_the_files_of_a_checkpoint_must_be_durable_before_it_is_renamed(tmp_path
         "work becomes step-00000002",
         "fsync checkpoints",
         "fsync checkpoints",  # after the links
-        "remove step-00000001",
+        "step-00000001 becomes .step-00000001.gone",
+        "remove .step-00000001.gone",
     ]
 
 
