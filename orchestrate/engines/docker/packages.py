@@ -60,7 +60,7 @@ def with_packages(daemon: Daemon, spec: JobSpec) -> str:
     """Return the name of a job's image; raises EngineError if that depends on a base image that does not exist."""
     if not spec.pip:
         return base(spec)
-    key = json.dumps([image_id(daemon, base(spec)), spec.pip])
+    key = json.dumps([image_id(daemon, base(spec)), spec.pip, _own(os.getcwd())])  # an installer could change both
     return f"{PACKAGES}:{hashlib.sha256(key.encode()).hexdigest()[:16]}"
 
 
@@ -113,7 +113,8 @@ def _dockerfile(image: str, python: str, user: str, secrets: list[str]) -> str:
         f"--mount=type=cache,id={cache},target=/root/.cache/pip",
     ]
     place = "/tmp/orchestrate-packages"
-    run = f"PYTHON={python} sh {place}/install.sh {place}/{FILE}"
+    # With the cache's name, since the builder takes steps of the same text for equal, whatever their caches are.
+    run = f"CACHE={cache} PYTHON={python} sh {place}/install.sh {place}/{FILE}"
     user = user if USER.fullmatch(user) else "0:0"  # an image could add other instructions
     return f"FROM {image}\nUSER 0:0\nRUN {' '.join(mounts)} {run}\nUSER {user}\n"
 

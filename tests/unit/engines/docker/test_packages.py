@@ -102,6 +102,18 @@ def test_a_build_must_trust_neither_the_user_of_an_image_nor_other_projects(tmp_
     texts.append(packages._dockerfile("base", "python", "me", []))
     caches = {re.findall(r"type=cache,id=([^,]+),", text)[0] for text in texts}
     assert len(caches) == 3  # so another project's Dockerfile cannot guess it
+    # and in the step itself: the builder would take it for equal to that of a project whose cache has other content
+    assert all(re.search(r"type=cache,id=([^,]+),.* CACHE=\1 ", text) for text in texts)
+
+
+def test_an_image_with_packages_must_belong_to_one_project(tmp_path, monkeypatch, answers, daemon):
+    answers.replies["GET /images/mine:1/json"] = {"Id": "sha256:1", "Config": {}}
+    names = []
+    for name in ("one", "two", "one"):
+        (tmp_path / name).mkdir(exist_ok=True)
+        monkeypatch.chdir(tmp_path / name)
+        names.append(packages.with_packages(daemon, JobSpec(image="mine:1", pip=["a"])))
+    assert names[0] == names[2] != names[1]
 
 
 def test_packages_must_not_be_installed_on_an_image_that_adds_instructions(answers, daemon):
