@@ -149,10 +149,16 @@ def _with_tensors(value: Any, head: list[Any], folder: Folder, rank: int) -> Any
 def _put(value: Any, place: list[Any], tensor: Any) -> Any:
     if not place:
         return tensor
-    inner = value
+    inner, last = value, place[-1]
     for key in place[:-1]:
-        inner = inner[key]
-    if inner[place[-1]] is not None:
+        inner = _part(inner, key)
+    if _part(inner, last) is not None:
         raise ValueError("two values are in the same place")
-    inner[place[-1]] = tensor
+    inner[last] = tensor
     return value
+
+
+def _part(value: Any, key: Any) -> Any:
+    if not isinstance(value, list | dict):  # a tensor, of which a long key would make large copies
+        raise ValueError("a value is inside a tensor")
+    return value[key]

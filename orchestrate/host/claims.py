@@ -72,7 +72,9 @@ def found() -> list[Claim]:
     """Return the claims of living processes, in the order in which they were made."""
     claims: list[Claim] = []
     for folder, uid in _folders():
-        for name in islice(os.listdir(folder), MAX_CLAIMS):
+        with os.scandir(folder) as entries:  # not a list: another account can make millions of names
+            names = [entry.name for entry in islice(entries, MAX_CLAIMS)]
+        for name in names:
             with contextlib.suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
                 if claim := _read(name, folder, uid):
                     claims.append(claim)

@@ -89,6 +89,8 @@ class Notifier:
         if key := os.environ.get(KEY):
             headers[SIGNATURE] = "sha256=" + hmac.digest(key.encode(), body, "sha256").hex()
         options: Any = {"timeout": TIMEOUT, "allow_redirects": False, "stream": True}  # the body is not read
+        given = requests.utils.get_auth_from_url(self.target)  # else it would send what ~/.netrc has for the host
+        options["auth"] = given if any(given) else lambda request: request
         with requests.post(self.target, data=body, headers=headers, **options) as answer:
             if answer.status_code >= 300:
                 raise OSError(f"status {answer.status_code}")

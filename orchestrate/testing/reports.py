@@ -183,7 +183,7 @@ def _outcome(ran: Ran) -> str:
 def _message(report: pytest.TestReport) -> str:
     crash = getattr(report.longrepr, "reprcrash", None)
     text = crash.message if crash else str(report.longrepr)
-    line = ADDRESS.sub("", (text.strip().splitlines() or [""])[0])
+    line = ADDRESS.sub("", (text.strip()[: 4 * MAX_TEXT].splitlines() or [""])[0])  # its time is quadratic
     return line if len(line) <= MAX_TEXT else f"{line[:MAX_TEXT]}…"
 
 

@@ -16,6 +16,7 @@ class Received:
     def __init__(self) -> None:
         self.requests: list[tuple[dict, str]] = []
         self.types: list[str] = []  # of their content
+        self.credentials: list[str | None] = []
         self.answers: list[int] = []
         self.endless, self.sent = False, 0  # whether bodies have no end, and bytes of them that were sent
         received = self
@@ -26,6 +27,7 @@ class Received:
                 status = received.answers.pop(0) if received.answers else 200
                 received.requests.append((json.loads(body or b"{}"), self.headers.get(notify.SIGNATURE, "")))
                 received.types.append(self.headers.get("Content-Type", ""))
+                received.credentials.append(self.headers.get("Authorization"))
                 received.body = body
                 self.send_response(status)
                 self.send_header("Location", "/elsewhere")

@@ -91,6 +91,12 @@ def test_only_files_must_be_read(folder, name, kind, tmp_path):
         values(folder, 1)
 
 
+def test_a_tensor_must_not_be_indexed_by_what_a_worker_writes(folder):
+    text = tensors(None, [[], "uint8", [1, 8], 0], [[[0] * 9, 0], "uint8", [0], 0])
+    with pytest.raises(OrchestrateError, match="a value is inside a tensor"):  # not after copies of any size
+        values(written(folder, text, bytes(8)), 1)
+
+
 def test_a_value_that_is_too_large_must_be_refused(folder):
     with (written(folder, "").path / "values" / "rank-0.json").open("wb") as file:
         file.truncate(1 << 40)

@@ -171,6 +171,24 @@ def test_special_files_and_links_must_neither_be_followed_nor_block(folder, tmp_
         process.kill()
 
 
+def test_only_a_limited_number_of_names_must_be_read(folder, monkeypatch):
+    folder.mkdir()
+    for number in range(9):
+        (folder / f"a-{number}").touch()
+    read = []
+
+    def entries(folder: int) -> Iterator[os.DirEntry]:
+        with real(folder) as found:
+            for entry in found:
+                read.append(entry.name)
+                yield entry
+
+    real = os.scandir
+    monkeypatch.setattr(claims, "MAX_CLAIMS", 3)
+    monkeypatch.setattr(os, "scandir", lambda folder: contextlib.nullcontext(entries(folder)))
+    assert not found() and len(read) == 3
+
+
 @pytest.mark.parametrize("how", ["file", "link", "writable"])
 def test_a_name_that_is_taken_must_not_prevent_a_claim(folder, tmp_path, how):
     if how == "file":

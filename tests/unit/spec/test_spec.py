@@ -12,6 +12,12 @@ from orchestrate.spec.layers import QUIET, read_file, read_set, resolve
 from orchestrate.spec.spec import APP, FIELDS, JobSpec
 
 
+def test_the_url_of_notifications_must_be_masked_since_it_may_contain_a_token():
+    for url in ("https://me:word@host/x", "http://host/x?token=abcdefgh", "https://hooks.example/T0/B0/abc"):
+        spec = JobSpec(on_event=url)
+        assert url not in spec.to_yaml(hide=spec.mask()) and spec.mask()(f"to {url}.") == "to ***."
+
+
 def test_the_defaults_must_describe_the_default_job():
     spec = resolve()
     assert (spec.trainers, spec.gpus, spec.engine, spec.command) == (3, "auto", "auto", APP)

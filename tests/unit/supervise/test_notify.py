@@ -59,6 +59,16 @@ def test_a_notification_must_have_all_facts_and_follow_no_redirection(server, mo
     assert [data for data, _ in server.requests] == [facts | {"job_id": "a-1", "run_directory": "/runs/a-1"}] * 2
 
 
+@pytest.mark.parametrize(("user", "sent"), [("", [None]), ("me:word@", ["Basic bWU6d29yZA=="])])
+def test_a_notification_must_have_no_credentials_but_those_of_its_url(server, tmp_path, monkeypatch, user, sent):
+    (tmp_path / ".netrc").write_text("machine 127.0.0.1 login me password other\n")
+    monkeypatch.setenv("NETRC", str(tmp_path / ".netrc"))
+    notifier = notify.Notifier(server.url.replace("//", f"//{user}"), "a-1", "/runs/a-1")
+    notifier.event(events.GenerationStarted(0, ()))
+    notifier.close()
+    assert server.credentials == sent
+
+
 def test_a_server_that_does_not_answer_must_be_asked_again(monkeypatch):
     monkeypatch.setattr(notify, "TRIES", (0.0, 0.0))
     monkeypatch.setattr(notify, "TIMEOUT", 0.05)

@@ -135,6 +135,11 @@ def test_ranks_with_the_same_error_must_be_one_group_whatever_the_addresses_of_t
     assert reports.outcomes(ran) == "ranks 0, 1, 2: failed: RuntimeError: closed by peer"
 
 
+def test_a_long_error_must_be_cut_before_it_is_searched():
+    ran = reports.read(GOOD | {"reports": [REPORT | {"longrepr": "1" * 1_000_000}]}, loaded)  # for hours otherwise
+    assert reports.outcomes({1: ran}) == f"rank 1: failed: {'1' * reports.MAX_TEXT}…"
+
+
 def test_what_xdist_could_not_send_on_must_be_replaced_or_refused():
     odd = {"user_properties": [["a\ud800", {"b\ud800": "c\ud800"}]], "d\ud800": 1}
     report = reports.read(GOOD | {"reports": [REPORT | odd]}, loaded).reports["call"]
