@@ -10,6 +10,7 @@ from typing import Any
 from orchestrate.api import defaults
 from orchestrate.api.script import check_script
 from orchestrate.errors import UsageError
+from orchestrate.host import slurm
 from orchestrate.spec import folders, requirements, secret_files, source
 from orchestrate.spec.layers import resolve
 from orchestrate.spec.redact import HIDDEN
@@ -25,7 +26,8 @@ def spec_of(*layers: Mapping[str, Any]) -> JobSpec:
     spec = resolve(usual, *layers)
     own = {key for layer in layers for key in layer}
     general = [key for key in defaults.OF_ENGINES if key in usual and key not in own]
-    spec = dataclasses.replace(spec, optional=[*dict.fromkeys([*spec.optional, *general])])
+    engine = "slurm" if spec.engine == "auto" and spec.slurm and slurm.installed() else spec.engine
+    spec = dataclasses.replace(spec, optional=[*dict.fromkeys([*spec.optional, *general])], engine=engine)
     if name := next((name for name, value in spec.env.items() if value == HIDDEN), ""):
         raise UsageError(
             f"env.{name} is {HIDDEN}, the placeholder for a secret in job.yaml",

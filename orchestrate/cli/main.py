@@ -36,7 +36,10 @@ def _run_guarded(argv: list[str], clock: Clock) -> int:
         return _command(argv, clock)
     except OrchestrateError as error:
         print_message(f"error: {error}")
-        check = "python -m orchestrate doctor checks this machine"
+        of_slurm = any(word in ("slurm", "--engine=slurm") for word in argv)
+        check = (
+            f"python -m orchestrate doctor {'--engine slurm checks the cluster' if of_slurm else 'checks this machine'}"
+        )
         starts = isinstance(error, EngineError) and argv[0] in ("run", "up", "resume")
         hints = [error.hint] * bool(error.hint) + [check] * (starts and "doctor" not in error.hint)
         if hints:

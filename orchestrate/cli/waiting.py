@@ -45,6 +45,11 @@ def in_queue(job: Batch, clock: Clock) -> None:
             shown = found
             start = f"; expected to start at {found.start}" if found.start[:1].isdigit() else ""
             print_message(f"{job} is {found.name.lower()} ({found.reason}){start}")
+            if found.reason in slurm.NEVER:
+                print_message("warning: its partition may never run it: it asks for more than the partition has")
+                print_message(
+                    f"hint: python -m orchestrate stop {job.paths.root.name}; doctor --engine slurm shows what it has"
+                )
         clock.sleep(slurm.KEPT)
 
 

@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import shutil
+import socket
 import subprocess
 import time
 from typing import NamedTuple
@@ -15,8 +16,10 @@ from orchestrate.errors import EngineError, ResourceError
 
 log = logging.getLogger(__name__)
 TIMEOUT = 60.0  # seconds for a command; a busy controller takes long
+PORT, CONNECT_TIMEOUT = 6818, 2.0  # of slurmd, unless the site has another one, and seconds to connect to it
 KEPT = 2.0  # seconds for which a state counts as current: a site may punish those who ask often
 WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT")  # states of a job in the queue
+NEVER = ("PartitionNodeLimit", "PartitionTimeLimit", "PartitionConfig", "BadConstraints")  # reasons that seldom end
 UNKNOWN = "Invalid job id"  # in what commands print about a job that the controller no longer knows
 
 
@@ -82,6 +85,18 @@ def facts(job: str) -> dict[str, str]:
     """Return what the controller knows of a job, by its names for it; raises EngineError."""
     text = call("scontrol", "show", "job", "--oneliner", job)
     return {name: value for name, _, value in (word.partition("=") for word in text.split())}
+
+
+def answers(host: str) -> bool:
+    """Whether the machine of this name accepts connections of Slurm; raises EngineError."""
+    known = dict(word.partition("=")[::2] for word in call("scontrol", "show", "node", "-o", host).split())
+    try:
+        socket.create_connection(
+            (known.get("NodeAddr") or host, int(known.get("Port") or PORT)), CONNECT_TIMEOUT
+        ).close()
+        return True
+    except (OSError, ValueError):
+        return False
 
 
 def is_leaving(known: dict[str, str]) -> bool:

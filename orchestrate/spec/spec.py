@@ -119,8 +119,8 @@ class JobSpec:
     engine: str = _field(
         "auto",
         values.choice("auto", "docker", "process", "swarm", "slurm"),
-        "where nodes run: `docker`, `process`, `swarm`, `slurm`, or `auto` (Docker if it is running, otherwise local "
-        "processes)",
+        "where nodes run: `docker`, `process`, `swarm`, `slurm`, or `auto` (Slurm if `slurm` is set and its commands "
+        "are installed; otherwise Docker if it is running, or local processes)",
     )
     image: str = _field(
         IMAGE,
@@ -293,9 +293,11 @@ class JobSpec:
         return {name: source for name, source in self.secrets.items() if source != inputs.VARIABLE_OF_ENV}
 
     def mask(self) -> Mask:
-        """Return a mask of all secrets of the job."""
-        contents = {f"{name} as a file": content for name, content in self.contents.items()}
-        return Mask(self.env | contents, {*self.secrets, *contents})
+        """Return a mask of all secrets of the job, and of the URL that is notified."""
+        others = {f"{name} as a file": content for name, content in self.contents.items()}
+        if self.on_event.startswith(("http://", "https://")):  # it may contain a token
+            others["the URL of on_event"] = self.on_event
+        return Mask(self.env | others, {*self.secrets, *others})
 
     def to_yaml(self, hide: Mask | None = None) -> str:
         """The job as a job file that resolves to this spec; with `hide`, without its secrets, which YAML may escape."""

@@ -24,7 +24,14 @@ if TYPE_CHECKING:
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of `down`."""
     parser.description = "Remove a cluster's nodes and files, but not the files of its jobs."
-    parser.add_argument("cluster", type=options.name, metavar="CLUSTER", help="name or unique prefix")
+    parser.add_argument(
+        "cluster",
+        type=options.name,
+        nargs="?",
+        default="",
+        metavar="CLUSTER",
+        help="name or unique prefix (default: the only one)",
+    )
     options.add_dry_run(parser)
     options.add_runs(parser)
 
@@ -34,6 +41,9 @@ def run(args: argparse.Namespace) -> int:
     clusters = cluster.found(args.runs)
     exact = [each for each in clusters if each.name == args.cluster]
     matches = exact or [each for each in clusters if each.name.startswith(args.cluster)]
+    if not args.cluster and len(matches) != 1:
+        known = f"name one of {', '.join(each.name for each in matches)}" if matches else f"no clusters in {args.shown}"
+        raise UsageError("no cluster given", known)
     there = JobPaths(args.runs / args.cluster)
     if not matches and there.root.is_dir() and not there.plan.exists() and records.find(there.root):
         return _remove_partial(args, there)

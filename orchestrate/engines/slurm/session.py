@@ -70,6 +70,7 @@ class SlurmSession(ClientSession):
         self.last_asked = 0.0
         self.silent: dict[str, float] = {}  # host of a node that stopped answering: time when its lease has expired
         self.lost: set[str] = set()  # nodes that were lost with their hosts
+        self.doubtful: set[str] = set()  # hosts on which a node has ended, or did not start
         self.relay = 0  # port at which this process renews leases
 
     def up(self, plan: Plan, stopped: Callable[[], bool] = never) -> None:
@@ -77,6 +78,10 @@ class SlurmSession(ClientSession):
         alive = self.alive()
         if not (missing := [name for name in plan.nodes if name not in alive]):
             return  # asking Slurm takes some 20 ms
+        for host in self.doubtful:
+            if not slurm.answers(host):
+                self.silent[host] = self.clock.monotonic()  # its workers have ended with it
+        self.doubtful = set()
         free = [host for host in self._hosts() if host not in {*alive.values(), *self.silent}]
         if free:
             self._start_nodes(missing[: len(free)], free, plan, stopped)
@@ -107,6 +112,7 @@ class SlurmSession(ClientSession):
         while wanted := [name for name in names if not self._found(name, launch)]:
             if step.poll() is not None or stopped() or self.clock.monotonic() > deadline:
                 step.terminate()
+                self.doubtful |= {*hosts[: len(names)]}
                 raise EngineError(f"{', '.join(wanted)} did not start", f"see {self.paths.root / 'nodes.log'}")
             self.clock.sleep(0.05)
 
@@ -191,7 +197,8 @@ class SlurmSession(ClientSession):
                 self.clients.connections[name].send(protocol.Stop(kill=True, leftovers=True))
                 self.clients.connections[name].send(protocol.End())
                 self.clients.drop(name)
-            self.nodes.pop(name, None)
+            if found := self.nodes.pop(name, None):
+                self.doubtful.add(found.host)
 
     def down(self, grace: float, stopped: Callable[[], bool] = never) -> None:
         """End the nodes, and their tasks."""
@@ -230,7 +237,8 @@ class SlurmSession(ClientSession):
             socket.create_connection(self.nodes[node], CONNECT_TIMEOUT).close()
             return True
         except ConnectionRefusedError:
-            self.nodes.pop(node, None)
+            if found := self.nodes.pop(node, None):
+                self.doubtful.add(found.host)
         except OSError:
             self._abandon(node)
         except KeyError:

@@ -33,6 +33,27 @@ import torch.distributed as dist
 dist.init_process_group("gloo")
 runpy.run_path("count.py", run_name="__main__")
 """
+TRAINS = """import os
+import pathlib
+import time
+
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+saved = pathlib.Path(os.environ["JOB_DIR"], "checkpoints", "step")
+step = int(saved.read_text()) if saved.exists() else 0
+dist.barrier()
+while step < 200:
+    dist.all_reduce(torch.ones(1))
+    step += 1
+    print(f"step {step} in {os.environ['TORCHELASTIC_RESTART_COUNT']}", flush=True)
+    if dist.get_rank() == 0:
+        saved.with_name("new").write_text(str(step))
+        saved.with_name("new").replace(saved)
+    time.sleep(0.05)
+dist.destroy_process_group()
+"""
 
 
 class Jobs:
@@ -73,6 +94,12 @@ def report(run: Path) -> dict:
 
 def number(run: Path) -> str:
     return (run / "slurm-job").read_text().split()[0]
+
+
+def hosts(run: Path) -> list[list[str]]:
+    """The machines of the nodes, in each generation."""
+    lines = (run / "events.jsonl").read_text().splitlines()
+    return [[*json.loads(line)["hosts"].values()] for line in lines if '"nodes_up"' in line]
 
 
 @pytest.fixture
@@ -125,10 +152,22 @@ def test_a_lost_machine_must_be_replaced_by_a_spare_within_the_allocation(jobs):
     finally:
         subprocess.run(["docker", "start", jobs.cluster.of("n2")], check=True, capture_output=True)
     assert (found["outcome"], found["generations"], found["failures"][0]["rank"]) == ("succeeded", 2, 1)
-    hosts = [
-        json.loads(line)["hosts"] for line in (run / "events.jsonl").read_text().splitlines() if '"nodes_up"' in line
-    ]
-    assert [*hosts[0].values()][:2] == ["n1", "n2"] and [*hosts[1].values()] == ["n1", "n3"]
+    first, second = hosts(run)
+    assert first[:2] == ["n1", "n2"] and second == ["n1", "n3"]
+
+
+@pytest.mark.exhaustive
+def test_a_lost_machine_without_a_spare_must_put_the_job_back_into_the_queue(jobs):
+    (jobs.folder / "trains.py").write_text(TRAINS)
+    run = jobs.detach("--nodes", "2", "--", "trains.py")
+    eventually(lambda: len(jobs.steps(run, 1)) > 25)
+    subprocess.run(["docker", "kill", jobs.cluster.of("n2")], check=True, capture_output=True)
+    try:
+        found = report(run)
+    finally:
+        subprocess.run(["docker", "start", jobs.cluster.of("n2")], check=True, capture_output=True)
+    assert found["outcome"] == "succeeded" and jobs.steps(run, 1).count((1, 0)) == 1
+    assert hosts(run) == [["n1", "n2"], ["n1", "n3"]]
 
 
 def test_stop_must_let_workers_save_and_the_job_continue_with_resume(jobs):
@@ -166,6 +205,19 @@ def test_a_job_that_waits_must_say_why_and_end_when_it_is_canceled(jobs):
     code, _, err = jobs("run", "--engine", "slurm", "--set", "slurm.partition=nope", "--", "sums.py")
     assert code == 3 and "invalid partition specified: nope" in err
     assert [*jobs.folder.glob("runs/*")] == [run]
+
+
+def test_a_job_that_its_partition_can_never_run_must_be_warned_of(jobs):
+    words = ["run", "--set", "slurm.partition=all", "--nodes", "9", "--", "sums.py"]  # the engine by the setting
+    process = jobs.cluster.orchestrate(jobs.folder, *words)
+    for line in not_none(process.stderr):
+        if line.startswith("hint: "):
+            break
+    (run,) = jobs.folder.glob("runs/*")
+    assert f" stop {run.name}; doctor --engine slurm shows what it has" in line
+    assert jobs("stop", run.name)[0] == 0
+    process.communicate(timeout=60)
+    assert process.returncode == 130
 
 
 @pytest.mark.exhaustive
