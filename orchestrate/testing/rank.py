@@ -56,8 +56,9 @@ class Rank:
         self.stores: list[Any] = []
 
     def pytest_configure(self, config: pytest.Config) -> None:
-        """Register what the plug-in registers."""
-        config.addinivalue_line("markers", "nodes: run a test on every rank of a job")
+        """Register what the plug-in registers, and the plug-ins that ranks do not load."""
+        for marker in ("nodes", "timeout", "no_cover", "flaky"):
+            config.addinivalue_line("markers", marker)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         """Keep why a file cannot be collected."""

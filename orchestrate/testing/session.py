@@ -6,6 +6,7 @@ import contextlib
 import difflib
 import json
 import os
+import re
 import signal
 import threading
 import time
@@ -42,7 +43,10 @@ ONCE: dict[str, Any] = {
     **dict(lf=False, failedfirst=False, newfirst=False, stepwise=False, stepwise_skip=False, cacheclear=False),
     **dict(dist="no", distload=False, numprocesses=None, maxprocesses=None, looponfail=False, tx=[]),
     **dict(xmlpath=None, pastebin=None, setupplan=False, setuponly=False, help=False, version=0),
+    "strict_config": False,  # this process has checked the configuration, and knows the options of all plug-ins
 }
+# The same for what the configuration file says of that, in pytest 9.
+UNCHECKED = ("-W", "ignore:Unknown config option", "-o", "strict_config=false")
 
 
 class Shape(NamedTuple):
@@ -58,18 +62,20 @@ class Shape(NamedTuple):
         assert marker
         hint = "write @pytest.mark.nodes(2)"
         if len(marker.args) != 1 or type(marker.args[0]) is not int or marker.args[0] < 1:
-            given = ", ".join(map(repr, marker.args))
-            raise UsageError(f"nodes({given}): the marker needs one argument, the number of nodes", hint)
+            given = [*map(repr, marker.args), *(f"{name}={value!r}" for name, value in marker.kwargs.items())]
+            raise UsageError(
+                f"nodes({', '.join(given)}): the first argument must be the number of nodes, from 1 on", hint
+            )
         known = [*FIELDS, "timeout"]
         for name in marker.kwargs.keys() - {*known}:
-            near = difflib.get_close_matches(name, known, 1)
+            near = difflib.get_close_matches(name, known, 1, 0.5)
             meant = f"did you mean {near[0]}?" if near else "its arguments are timeout, and keys of a job file"
             raise UsageError(f"nodes has no argument {name}", meant)
         if own := {"engine", "nodes", "trainers", "command", "keep", "chdir"} & {*marker.kwargs}:
             raise UsageError(f"{min(own)} cannot be set in the marker nodes", hint)
         limit = marker.kwargs.get("timeout", TIMEOUT)
         if isinstance(limit, bool) or not isinstance(limit, int | float) or not limit > 0:
-            raise UsageError(f"timeout must be a number of seconds, not {limit!r}", hint)
+            raise UsageError(f"timeout must be a number of seconds above 0, not {limit!r}", "write timeout=60")
         try:
             settings = {name: value for name, value in marker.kwargs.items() if name != "timeout"}
             return cls(marker.args[0], json.dumps(settings, sort_keys=True))
@@ -107,6 +113,9 @@ class Worlds:
             world = self._fitting(shape)
         except OrchestrateError as error:
             return reports.unfinished(item, _text(error), "setup")
+        except pytest.fail.Exception as error:  # by pytest-timeout
+            self.close()
+            return reports.unfinished(item, f"the ranks did not start in time: {error}", "setup")
         try:
             return self._run(world, item, self._following(item, nextitem, shape))
         except (Broken, OrchestrateError, pytest.fail.Exception) as error:  # the last by pytest-timeout
@@ -229,7 +238,7 @@ class Worlds:
             options["inifilename"] = os.path.relpath(self.config.inipath, self.root)
         blocked = [word for name in BLOCKED for word in ("-p", f"no:{name}")]
         return {
-            "arguments": [*blocked, *self._files],
+            "arguments": [*blocked, *UNCHECKED, *self._files],
             "options": options,
             "path": path_below(self.root),
             "coverage": self._coverage(),
@@ -314,4 +323,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _text(error: OrchestrateError) -> str:
-    return f"{error}\nhint: {error.hint}" if error.hint else str(error)
+    """Return the text of an error, whose hint names options of the command line."""
+    hint = re.sub(r"--(engine|runs)\b", r"--nodes-\1", error.hint)
+    hint = re.sub(r"--gpus (\w+)", r'gpus="\1" in the marker nodes', hint)
+    return f"{error}\nhint: {hint}" if hint else str(error)

@@ -274,7 +274,7 @@ def test_what_ranks_do_that_do_not_end_a_test_must_be_shown(whole):
 
 def test_wrong_markers_must_be_refused_with_the_next_step(whole):
     assert section(whole[0], "test_marker").endswith("\nhint: write @pytest.mark.nodes(2)")
-    assert section(whole[0], "test_timeout").startswith("timeout must be a number of seconds, not '1m'\n")
+    assert section(whole[0], "test_timeout").startswith("timeout must be a number of seconds above 0, not '1m'\n")
     assert section(whole[0], "test_typo") == "nodes has no argument timeot\nhint: did you mean timeout?"
     assert "gpus must be" in section(whole[0], "test_settings")
     assert section(whole[0], "test_without_marker") == "the fixture rank is for tests with @pytest.mark.nodes(N)"

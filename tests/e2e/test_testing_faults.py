@@ -55,6 +55,19 @@ def test_a_rank_that_leaves_must_end_the_test_long_before_its_timeout(first, lin
     assert shown in first(*lines)
 
 
+def test_ranks_that_do_not_start_within_the_limit_of_pytest_timeout_must_not_end_the_session(cli):
+    slow = "import os, time, pytest\nif 'RANK' in os.environ: time.sleep(3)\n"
+    out = Suite(cli, f"{slow}@pytest.mark.timeout(1)\n@pytest.mark.nodes(2)\ndef test_first(rank): pass\n{NEXT}")()
+    assert "the ranks did not start in time: Timeout (>1.0s)" in out and "1 passed, 1 error" in out, out
+
+
+def test_ranks_must_accept_a_strict_configuration_of_plug_ins_that_they_do_not_load(cli):
+    suite = Suite(cli, f"import pytest\npytestmark = pytest.mark.timeout(99)\n{NEXT}")
+    with (suite.folder / "pytest.ini").open("a") as file:
+        file.write("timeout = 99\nfilterwarnings = error\nstrict_markers = true\nstrict_config = true\n")
+    assert "1 passed" in (out := suite()), out
+
+
 def test_a_test_may_replace_what_writes_its_result(first):
     out = first(
         "def broken(*args, **kwargs): raise OSError('of the test')",

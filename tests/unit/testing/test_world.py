@@ -3,7 +3,8 @@
 import pytest
 
 from orchestrate.console import print_message
-from orchestrate.errors import OrchestrateError, ResourceError
+from orchestrate.errors import OrchestrateError, ResourceError, UsageError
+from orchestrate.testing.session import Shape
 from orchestrate.testing.world import inside
 
 
@@ -14,3 +15,19 @@ def test_an_error_must_contain_the_output_that_it_refers_to(tmp_path, capsys):
             raise ResourceError(text, "a hint")
         assert ("no such package" in str(failed.value)) == refers and failed.value.hint == "a hint"
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("marker", "error", "hint"),
+    [
+        (pytest.mark.nodes(count=2), "nodes(count=2): the first argument must be the number of nodes", "(2)"),
+        (pytest.mark.nodes("3"), "nodes('3'): the first argument must be the number of nodes, from 1 on", "(2)"),
+        (pytest.mark.nodes(2, nproc=2), "nodes has no argument nproc", "did you mean nproc_per_node?"),
+        (pytest.mark.nodes(2, timeout=0), "timeout must be a number of seconds above 0, not 0", "timeout=60"),
+    ],
+)
+def test_a_wrong_marker_must_be_refused_with_what_to_write(request, marker, error, hint):
+    request.node.add_marker(marker, append=False)
+    with pytest.raises(UsageError) as raised:
+        Shape.of(request.node)
+    assert error in str(raised.value) and raised.value.hint.endswith(hint)
