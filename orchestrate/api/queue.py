@@ -25,7 +25,7 @@ def site(engine: Engine, spec: JobSpec, paths: JobPaths, claim: claims.Ticket) -
     """
     last = ""
     while True:
-        known = claims.users(claim.job) if spec.gpus != "none" else {}
+        known = claims.users(claim.job) if spec.gpus != "none" or spec.pin else {}
         held: tuple[str, ...] = ()
         try:
             inventory, placement = engine.inventory(spec, paths.shared, run_image=True)
@@ -38,9 +38,9 @@ def site(engine: Engine, spec: JobSpec, paths: JobPaths, claim: claims.Ticket) -
             count = len(among)
         except Busy as busy:
             among, count, held = busy.among, busy.count, busy.users
-        if spec.queue:
             if not claim.waits:
                 _check(engine, spec, paths)
+        if spec.queue:
             claim.wait(among, count)
             _report(claim, spec)
             last = _wait(claim, among, count, held, last)

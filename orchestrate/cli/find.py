@@ -26,6 +26,15 @@ if TYPE_CHECKING:
 MAX_SHOWN = 8  # jobs that an error lists
 
 
+class Waits(UsageError):
+    """A job waits in the queue, and has no files yet."""
+
+    def __init__(self, job: str) -> None:
+        """The job has this name."""
+        super().__init__(f"{job} waits in the queue", f"python -m orchestrate stop {job} ends that")
+        self.job = job
+
+
 def job_folders(runs: Path, since: float = 0.0) -> list[Path]:
     """Return the run directories of this account's jobs, without clusters and those that ended before `since`."""
     return [paths.root for paths in _folders(runs) if not _ended_before(paths, since) and _is_job(paths)]
@@ -69,8 +78,7 @@ def find(args: argparse.Namespace, engines: list[Engine]) -> Path:
         raise UsageError(f"{args.job} is a cluster, not a job", f"python -m orchestrate down {args.job} removes it")
     if waiting := [] if args.job in found else _waiting(args.job):
         if not found:
-            way = f"kill -INT {pid}" if (pid := claims.process(waiting[0])) else "SIGINT"
-            raise UsageError(f"{waiting[0]} waits in the queue", f"Ctrl-C in its shell, or {way}, ends that")
+            raise Waits(waiting[0])
         raise UsageError(f"{args.job} matches {len(found) + len(waiting)} jobs", ", ".join([*found, *waiting]))
     if len(found) != 1:
         what = f"{args.job} matches {len(found)} jobs" if found else f"no such job: {args.job}"
@@ -112,7 +120,7 @@ def latest(runs: Path, shown: Path) -> str:
     for paths in _newest(_folders(runs)):
         if _is_job(paths) and records.find(paths.root):
             return paths.root.name
-    raise UsageError(f"no jobs in {shown}", "use --runs to select another folder")
+    raise UsageError(f"no jobs in {runs}", "name a job of another folder, or select that with --runs")
 
 
 def resolve_runs(args: argparse.Namespace) -> None:

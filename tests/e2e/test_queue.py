@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 
@@ -74,9 +73,10 @@ def test_jobs_must_wait_for_gpus_in_order_of_arrival_and_dead_ones_must_make_way
     assert re.search(r"^q2-\w+ +waits for 2 GPUs, in use by q1-[0-9a-f]{6}$", cli("ps").stdout, re.M)
     (name,) = re.findall(r"^(q2-\w+) ", cli("ps").stdout, re.M)
     for given in (name, "q2"):
-        done = cli("stop", given)
+        done = cli("logs", given)
         assert (done.returncode, done.stderr.splitlines()[0]) == (2, f"error: {name} waits in the queue")
-        assert f"or kill -INT {jobs['q2'].pid}, ends that" in done.stderr
+        assert done.stderr.endswith(f"stop {name} ends that\n")
+        assert cli("stop", "--dry-run", given).stdout == f"process {jobs['q2'].pid}\n"
     passes = box("q6", "--gpus", "1", "--trainers", "0")
     eventually(lambda: running(cli, "q6"))
     assert re.search(
@@ -85,7 +85,8 @@ def test_jobs_must_wait_for_gpus_in_order_of_arrival_and_dead_ones_must_make_way
     jobs["q3"].kill()
     jobs["q3"].communicate()
     eventually(lambda: len(waiting(cli)) == 3)
-    jobs["q5"].send_signal(signal.SIGINT)
+    done = cli("stop", "q5")
+    assert done.returncode == 0 and re.fullmatch(r"q5-\w+ stopped\n", done.stderr)
     jobs["q5"].communicate(timeout=60)
     assert jobs["q5"].returncode == 130
     first.kill()  # its nodes end, too
@@ -152,12 +153,16 @@ def test_a_job_in_the_background_must_keep_its_gpus(cli, box):
     finish(cli, "d2", second)
 
 
-def test_a_job_with_pinned_workers_must_be_able_to_wait_for_the_cores(cli, box):
-    pinned = ("--gpus", "none", "--trainers", "0", "--set", "pin=true")
+def test_a_job_with_pinned_workers_must_be_able_to_wait_for_the_cores(cli, box, tmp_path):
+    (tmp_path / "bin" / "nvidia-smi").unlink()
+    pinned = ("--trainers", "0", "--set", "pin=true")
     first = box("p1", *pinned)
     eventually(lambda: running(cli, "p1"))
     second = box("p2", *pinned, "--queue")
     eventually(lambda: "waits for the cores" in cli("ps").stdout)
+    third = box("p3", *pinned, "--gpus", "none")
+    eventually(lambda: running(cli, "p3"))  # at once, next to the first one
+    assert re.search(r"warning: p2-\w+ would get these first", finish(cli, "p3", third))
     finish(cli, "p1", first)
     eventually(lambda: running(cli, "p2"))
     assert re.search(r"p2-\w+ waits for the cores, in use by p1-\w+\n", finish(cli, "p2", second))

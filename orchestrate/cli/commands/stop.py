@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 
 from orchestrate import errors
 from orchestrate.api import removal, stop
 from orchestrate.cli import find, options, signals
 from orchestrate.cli.parser import Parser
-from orchestrate.console import print_message
-from orchestrate.host import records
+from orchestrate.clock import wait_until
+from orchestrate.console import out, print_message
+from orchestrate.host import claims, records
+
+LEFT_TIMEOUT = 10.0  # seconds in which a process must have left the queue
 
 
 def add_arguments(parser: Parser) -> None:
@@ -22,7 +26,10 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Stop a job, and verify that nothing of it is left."""
-    paths, engines = find.anywhere(args)
+    try:
+        paths, engines = find.anywhere(args)
+    except find.Waits as waits:
+        return _stop_waiting(waits, args)
     name = paths.root.name
     if os.path.lexists(paths.root):
         records.need(paths.root)
@@ -30,4 +37,19 @@ def run(args: argparse.Namespace) -> int:
         return removal.show(removal.resources(engines, name))
     stopped = stop.stop(paths, engines, args.clock, signals.count)
     print_message(f"{name} stopped" if stopped else f"{name} has already ended")
+    return errors.SUCCEEDED
+
+
+def _stop_waiting(waits: find.Waits, args: argparse.Namespace) -> int:
+    """End the process that waits in the queue for a job; raises UsageError if the kernel does not say which it is."""
+    if not (pid := claims.process(waits.job)):
+        waits.hint = "press Ctrl-C in its shell"
+        raise waits
+    if args.dry_run:
+        out(f"process {pid}")
+        return errors.SUCCEEDED
+    os.kill(pid, signal.SIGINT)
+    if not wait_until(lambda: not claims.process(waits.job), LEFT_TIMEOUT, args.clock):
+        raise errors.UsageError(f"{waits.job} still waits in the queue", f"kill {pid} ends its process")
+    print_message(f"{waits.job} stopped")
     return errors.SUCCEEDED
