@@ -126,8 +126,9 @@ class Traffic:
         """Look at all workers now; raises OSError or ValueError if the kernel does not report connections."""
         running = {rank: pid for rank, pid in self.pids().items() if pid}
         found, now = [one for one in connections() if _near(one)], self.loop.time()
-        for rank in running:
-            self.workers.setdefault(rank, _Worker(now))
+        for rank in running.keys() - self.workers:
+            self.workers[rank] = _Worker(now)
+            self.next_scan, self.scan_interval = 0.0, SCAN_INTERVALS[0]  # it may start long after `start`
         self.files = MAX_FILES
         if now > self.next_scan:
             self._scan(running, now)

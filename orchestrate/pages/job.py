@@ -24,6 +24,7 @@ from orchestrate.pages.spans import LOST, OTHER, WORKING, Moment, Span, moments,
 from orchestrate.plan.plan import Plan, pluralize
 from orchestrate.record import run_dir
 from orchestrate.record.events import Event
+from orchestrate.record.logs import MARK
 from orchestrate.record.metrics import MAX_METRICS, MAX_ROWS, measurements
 from orchestrate.record.paths import JobPaths
 from orchestrate.record.progress import MAX_LINE, Epochs, Reader
@@ -210,6 +211,9 @@ def _printed(paths: JobPaths, mask: Mask, reader: Reader) -> Iterator[dict[str, 
     for rank in dict.fromkeys([*ranks[:1], *ranks[-1:], *ranks[:MAX_RANKS]]):
         some, epochs, last = False, Epochs(), dict[str, float]()
         for found, state in _found(paths, rank, mask, reader, end):
+            if not found:
+                epochs.restarted()
+                continue
             some = True
             step = epochs.step(found) if found.bar else found.step
             fresh = {name: value for name, value in found.metrics.items() if not state or last.get(name) != value}
@@ -219,11 +223,16 @@ def _printed(paths: JobPaths, mask: Mask, reader: Reader) -> Iterator[dict[str, 
             return
 
 
-def _found(paths: JobPaths, rank: int, mask: Mask, reader: Reader, end: float) -> Iterator[tuple[Printed, bool]]:
-    """Yield what a log says, and whether that is one of several states of a progress bar, which repeats its metrics."""
+def _found(paths: JobPaths, rank: int, mask: Mask, reader: Reader, end: float) -> Iterator[tuple[Printed | None, bool]]:
+    """Yield what a log says, and whether that is one of several states of a progress bar, which repeats its metrics.
+
+    None is for the start of another generation.
+    """
     with contextlib.suppress(OSError), paths.folder.open(log(rank)) as file:
         read = Lines()
         for line in [*read.new(file, MAX_LOG), read.rest()]:
+            if line.startswith(MARK):
+                yield None, False
             states = mask(line.decode(errors="replace")).split("\r")
             for state in states:
                 if time.thread_time() > end:

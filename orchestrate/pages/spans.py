@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from orchestrate.dataclass import dataclass, replace
-from orchestrate.plan.plan import pluralize
 from orchestrate.record import events, report
 from orchestrate.record.events import Event
 from orchestrate.record.outcomes import Outcome
@@ -58,7 +57,8 @@ def moments(found: Iterable[Event]) -> list[Moment]:
 
     def add(event: Event, text: str) -> None:
         if saved:
-            done.append(Moment(CHECKPOINT, tuple(saved), f"{pluralize(len(saved), 'checkpoint')} saved"))
+            what = "checkpoints" if len(saved) > 1 else "checkpoint"  # without their number: an event may be of several
+            done.append(Moment(CHECKPOINT, tuple(saved), f"{what} saved"))
             saved.clear()
         if text:
             done.append(Moment(TROUBLE if isinstance(event, TROUBLES) else OTHER, (event.seconds,), text))

@@ -205,6 +205,10 @@ class Epochs:
             del self.bars[next(iter(self.bars))]
         return over
 
+    def restarted(self) -> None:
+        """Record that the workers start again, so that a lower step is not one of another epoch."""
+        self.bars = {total: (over, -1) for total, (over, _) in self.bars.items()}
+
     def step(self, found: Progress, line: bool = False) -> int | None:
         """Return the step of the job for one of a bar whose length is known; otherwise None."""
         if found.step is None or not found.total:

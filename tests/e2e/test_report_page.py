@@ -207,7 +207,7 @@ def test_a_copied_job_must_have_a_page_whatever_its_events_and_its_report_are(cl
     done = cli("report", f"copied/{there.name}")
     assert done.returncode == 0, done.stderr
     text = Page((there / "report.html").read_text()).text
-    assert "torch 5 and 2.9.1" in text and ("50000 checkpoints saved" in text) == (damage == "many")
+    assert "torch 5 and 2.9.1" in text and ("checkpoints saved" in text) == (damage == "many")
 
 
 def test_a_page_that_cannot_be_written_must_not_change_the_outcome(cli):

@@ -233,6 +233,13 @@ def test_samples_must_be_most_frequent_at_first_and_end_with_the_workers(monkeyp
     timers.now += 1
     timers.fire()
     assert node.next_scan - timers.now == traffic.SCAN_INTERVALS[0]
+    for _ in range(6):
+        timers.now = node.next_scan + 1
+        timers.fire()
+    pids[1] = start("input()").pid  # a worker that starts when others have run for long
+    timers.now += 1
+    timers.fire()
+    assert node.next_scan - timers.now == traffic.SCAN_INTERVALS[0]
     timers.now += 100.0
     node.took = 2.0  # the machine has very many connections
     node._wait()

@@ -121,6 +121,14 @@ def test_steps_that_were_printed_before_a_restart_and_not_yet_again_must_not_be_
     assert curves_of(paths, dataclasses.replace(SPEC, metrics=MINE), 2)[1:] == ({"L": curve}, "step")
 
 
+def test_a_bar_that_goes_back_in_a_restart_must_not_count_as_another_epoch(paths):
+    bars = [
+        "\r".join(BAR.format(step, loss) for step, loss in part) for part in ([(9, 3), (20, 2)], [(19, 5), (30, 1)])
+    ]
+    paths.log(0).write_text("\n[node] generation 1\n".join(bars))
+    assert curves_of(paths, SPEC, 2)[1:] == ({"loss": [(9, 3), (19, 5), (30, 1)]}, "step")
+
+
 def test_curves_of_metrics_jsonl_must_be_preferred_to_as_many_points_in_the_output(paths):
     (paths.shared / "metrics.jsonl").write_text('{"hunter2000": 2}\n{"hunter2000": 1}\n')
     paths.log(0).write_text("step 3 loss 2.5\nstep 4 loss 2.5\n")

@@ -40,7 +40,7 @@ RUN = Run(
         *(Span("stopped", 80.0, 110.0, 1), Span("ending", 110.0, 120.0, 1)),
     ],
     moments=[
-        Moment("checkpoint", (30.0, 48.0), "2 checkpoints saved"),
+        Moment("checkpoint", (30.0, 48.0), "checkpoints saved"),
         Moment("trouble", (60.0,), "rank 1 failed"),
         Moment("other", (102.0,), "restarting"),
     ],
@@ -69,7 +69,7 @@ def test_the_page_of_a_job_must_show_all_that_is_known_about_it():
         "time, not counting repeated steps, saving and waiting. ▾ ▾ ▼ from to phase generation ended by "
         "0.0 s 10.0 s starting 0 10.0 s 50.0 s working 0 rank 1 failed 50.0 s 60.0 s restarting 1 "
         "60.0 s 80.0 s working 1 stopped by the user 80.0 s 1 min 50 s stopped 1 1 min 50 s 2 min 0 s ending 1 "
-        "What happened at event 30.0 s to 48.0 s ▾ 2 checkpoints saved 60.0 s ▼ rank 1 failed 1 min 42 s restarting "
+        "What happened at event 30.0 s to 48.0 s ▾ checkpoints saved 60.0 s ▼ rank 1 failed 1 min 42 s restarting "
         "How the time was spent what time share running the script 33.0 s 27.5 % saving checkpoints 4.5 s 3.8 % "
         "waiting for the slowest worker 7.5 s 6.2 % repeating 5 steps after restarts 15.0 s 12.5 % "
         "starting nodes and workers 10.0 s 8.3 % restarting 10.0 s 8.3 % "
