@@ -177,7 +177,7 @@ class Cluster:
 
     def __init__(self, runs: str | os.PathLike[str] = "runs", **settings: Any) -> None:
         """Start the nodes, for jobs of this program; `settings` are those of all jobs. Raises OrchestrateError."""
-        self._runs, self._turn = owners.check(Path(runs)), threading.Lock()
+        self._runs, self._turn, self._pid = owners.check(Path(runs)), threading.Lock(), os.getpid()
         self._settings = {name: value for name, value in settings.items() if name not in ("keep", "name")}
         kept = {} if settings.get("engine") == "swarm" else {"keep": KEEP}
         with _place_kept():
@@ -224,7 +224,9 @@ class Cluster:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Remove the nodes."""
+        """Remove the nodes, unless this is a forked child of the process that has started them."""
+        if os.getpid() != self._pid:
+            return
         try:
             self.down()
         except OrchestrateError as failure:

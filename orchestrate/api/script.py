@@ -96,7 +96,12 @@ def _is_program(spec: JobSpec, path: Path, exists: bool, top: Path) -> bool:
 def _check_file(script: str, path: Path, exists: bool, top: Path, here: Path) -> None:
     """Raise UsageError unless a script is a file that nodes see."""
     if not exists:
-        raise UsageError(f"the script {script} does not exist", f"paths are relative to {here}")
+        import difflib  # only here: it takes time to import
+
+        names = sorted(os.listdir(path.parent)) if path.parent.is_dir() else []
+        near = difflib.get_close_matches(path.name, names, 1, 0.8)
+        hint = f"did you mean {Path(script).with_name(near[0])}?" if near else f"paths are relative to {here}"
+        raise UsageError(f"the script {script} does not exist", hint)
     if not path.is_relative_to(top):
         raise UsageError(
             f"the script {script} is outside {top}, the folder that nodes see",

@@ -18,6 +18,8 @@ EXPORTS = {
     "pbs": ("venv", "apptainer"),
     "compose": (),
 }
+# Options of sbatch that users try first.
+OF_SBATCH = ("account", "constraint", "gres", "partition", "qos", "reservation", "time")
 
 
 class Parser(argparse.ArgumentParser):
@@ -40,7 +42,7 @@ class Parser(argparse.ArgumentParser):
             known = re.findall(r"[\w-]+", match[2])
             kind = "target" if known == [*EXPORTS] else "command"
             script = kind == "command" and match[1].endswith((".py", ".sh"))
-            hint = f"{self.prog} run {match[1]}" if script else closest(match[1], known)
+            hint = f"{self.prog} run {match[1]}" if script else closest(match[1], known, 2)
             hint = hint or (f"one of {', '.join(known)}" if kind == "target" else f"{self.prog} --help")
             raise UsageError(f"unknown {kind} {quoted(match[1])}", hint)
         newest = f"{self.prog} latest, or a name: {self.prog.rpartition(' ')[0]} ps --all lists them"
@@ -86,6 +88,8 @@ def _what_to_do(unknown: list[str], parsed: argparse.Namespace, command: Parser)
         return "a job is resumed with the settings that it was started with; start a new one to change them"
     if key in FIELDS:
         return f"use --set {key}=VALUE"
+    if key in OF_SBATCH:
+        return f"use --set slurm.{key}=VALUE"
     if similar := closest(flag, command.flags()):
         return similar
     if flag.startswith("-") and parsed.script:
@@ -93,13 +97,15 @@ def _what_to_do(unknown: list[str], parsed: argparse.Namespace, command: Parser)
     if flag.startswith("--") and str(getattr(parsed, "file", "")).endswith(JOB_FILES):
         value = value or (unknown[1] if len(unknown) > 1 else "true")
         return f"for an option of the script: --set hyperparameters.{flag[2:]}={shlex.quote(value)}"
+    if parsed.command == "exec" and not flag.startswith("-"):
+        return f"{command.prog} {parsed.job} -- {shlex.join(unknown)}"
     return f"{command.prog} --help"
 
 
-def closest(word: str, known: list[str]) -> str:
-    """Return a hint with the known word that is most similar to a misspelled one; "" if none is."""
+def closest(word: str, known: list[str], count: int = 1) -> str:
+    """Return a hint with the known words that are most similar to a misspelled one, `count` at most; "" if none is."""
     import difflib  # only here, for --help
 
     names = {name.lstrip("-"): name for name in known}
-    matches = difflib.get_close_matches(word.lstrip("-"), names, n=1, cutoff=0.65)
-    return f"did you mean {names[matches[0]]}?" if matches else ""
+    matches = difflib.get_close_matches(word.lstrip("-"), names, n=count, cutoff=0.65)
+    return f"did you mean {' or '.join(names[match] for match in matches)}?" if matches else ""

@@ -53,7 +53,7 @@ def create(lines: list[str]) -> None:
         private.make(folder.parent)
         with open(folder.with_suffix(".lock"), "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # another run may be creating it
-            if not (folder / DONE).exists():
+            if not ((folder / DONE).exists() and interpreter.exists()):
                 print_message(f"installing {pluralize(len(lines), 'package')} in {folder} (once)")
                 shutil.rmtree(folder, ignore_errors=True)
                 _install(folder, interpreter, lines)

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import os
 import re
-import stat
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from orchestrate.engines.docker import program
 from orchestrate.engines.docker.compose_override import literal
 from orchestrate.engines.docker.folders import given_mounts
 from orchestrate.engines.docker.mounts import CODE, check_script, masks
 from orchestrate.errors import UsageError
 from orchestrate.export import Shape, check_folders, document, quoted, shape
-from orchestrate.files.paths import JOB, PACKAGE, PROJECT, code_folder, is_text
+from orchestrate.files.paths import JOB, PROJECT, code_folder, is_text
 from orchestrate.host import owners, users
 from orchestrate.plan import container
 from orchestrate.plan.limits import limits
@@ -58,7 +58,7 @@ def compose(spec: JobSpec, name: str) -> str:
         if service != "outcome":
             filled["command"] = [literal(word) for word in spec.command_line]
             filled["environment"] |= _environment(spec, job) | _data(spec)
-            filled["volumes"] = [_mount(volume, f"{run}/{JOB}") for volume in filled["volumes"]]
+            filled["volumes"] = [_mount(volume, f"{run}/{JOB}", program.folder(spec)) for volume in filled["volumes"]]
             filled["volumes"] += [_literal(mount) for mount in mounts]
             filled["working_dir"] = literal(os.path.normpath(f"{CODE}/{spec.chdir}"))
             filled["stop_grace_period"] = f"{container.stop_seconds(spec.grace)}s"
@@ -82,8 +82,12 @@ def _head(spec: JobSpec, job: Shape, run: str, code: str, user: tuple[int, int] 
         f"  mkdir -p {quoted(os.path.dirname(run))} && mkdir -m 700 {quoted(run)} && "
         f"install -d {owner}{quoted(f'{run}/{JOB}')}",
     ]
-    if user and _is_private(Path(code), user[0]):
-        lines += [f"Nodes run as user {user[0]}, who cannot read the code yet:", f"  chmod a+rX {quoted(code)}"]
+    if user and not _is_readable(Path(code), *user):
+        lines += [
+            f"Nodes run as user {user[0]}, who cannot read all of the code yet:",
+            f"  chmod -R a+rX {quoted(code)}",
+        ]
+    lines.append("The working directory is read-only: results belong into the folder that JOB_DIR names.")
     if job.secrets:
         lines.append(f"Set in the environment of docker compose: {', '.join(job.secrets)}.")
     if spec.max_run:
@@ -91,12 +95,12 @@ def _head(spec: JobSpec, job: Shape, run: str, code: str, user: tuple[int, int] 
     return lines
 
 
-def _is_private(folder: Path, user: int) -> bool:
-    """Whether a folder belongs to another account than this one, which cannot enter it."""
-    if not folder.is_dir():
-        return False
-    status = folder.stat()
-    return status.st_uid != user and not status.st_mode & stat.S_IXOTH
+def _is_readable(folder: Path, user: int, group: int) -> bool:
+    """Whether a user can read a folder, and what is directly in it, except hidden files and those of jobs."""
+    found = os.listdir(folder) if folder.is_dir() else []
+    names = [name for name in found if name != "runs" and not name.startswith(".")]
+    paths = [path for path in (folder, *(folder / name for name in names)) if path.exists()]
+    return all(users.can_read(path, user, group) for path in paths)
 
 
 def _run(name: str) -> Path:
@@ -129,12 +133,12 @@ def _literal(mount: dict[str, Any]) -> dict[str, Any]:
     return mount | {key: literal(mount[key]) for key in ("source", "target") if key in mount}
 
 
-def _mount(volume: Any, files: str) -> Any:
+def _mount(volume: Any, files: str, node: Path) -> Any:
     """Return a mount with absolute paths, and with the job folder instead of the volume `job`."""
     if volume == "job:/job":
         return {"type": "bind", "source": literal(files), "target": "/job", "bind": {"create_host_path": False}}
     if volume.get("source") == "./orchestrate":
-        return volume | {"source": literal(str(PACKAGE))}
+        return volume | {"source": literal(str(node))}
     return volume
 
 

@@ -92,7 +92,7 @@ class Top:
                 str(worker.rank),
                 worker.node,
                 str(doing.pid or "") if doing else "",
-                STATES.get(doing.state, doing.state) if doing else "",
+                _state(doing) if doing else "",
                 f"{self.now[worker.rank]:.1f}" if worker.rank in self.now else "",
                 self.cpu[worker.rank].curve(),
                 format_bytes(doing.memory) if doing and doing.memory else "",
@@ -112,6 +112,11 @@ class Top:
             return ("", "", "")
         meter = self.gpu[uuid]
         return f"{100 * meter.samples[-1]:.0f}%", meter.curve(), format_bytes(self.memory[uuid])
+
+
+def _state(doing: Activity) -> str:
+    """Describe the state of a worker, or that its node still imports modules, with what is known of that process."""
+    return STATES.get(doing.state, doing.state) if doing.pid else "starting"
 
 
 @contextlib.contextmanager

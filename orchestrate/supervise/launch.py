@@ -258,9 +258,10 @@ def _end_record(paths: JobPaths) -> None:
 def _finish(job: JobContext, data: dict[str, Any], show: Callable[[str], None]) -> None:
     """Write the report and put the job's files in their final state; pass a warning to `show` for each failure."""
     paths = job.files.paths
-    if not wait_until(lambda: not job.files.gone(), REMOVED_AFTER, job.clock):
+    if not wait_until(lambda: not folder.gone(paths.root), REMOVED_AFTER, job.clock):
         return show(f"warning: {paths.root} was removed while the job ran: its report and logs are lost")
     steps: list[Callable[[], object]] = [
+        *([paths.folder.make] if job.files.gone() else []),  # a local process can remove its job folder
         lambda: _write_page(paths, data),  # first: the job has ended for others once report.json is there
         lambda: records.write(paths.report, json.dumps(data, indent=2) + "\n"),
         *([] if data["left_behind"] else [lambda: run_dir.move_from_cluster(paths)]),

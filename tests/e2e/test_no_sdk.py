@@ -33,6 +33,7 @@ def test_local_processes_must_run_without_the_sdk_and_all_commands_must_find_the
         ["stop", name],
         ["doctor", "--engine", "process"],
         ["rm", name],
+        ["export", "slurm", "probe.py"],
     ):
         done = bare(*arguments)
         assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
@@ -44,7 +45,7 @@ def test_local_processes_must_run_without_the_sdk_and_all_commands_must_find_the
         ["run", "--engine", "docker", "probe.py"],
         ["plan", "--engine", "swarm", "probe.py"],
         ["doctor"],
-        ["export", "slurm"],
+        ["export", "kubernetes"],
     ],
 )
 def test_commands_that_need_the_sdk_must_report_that_it_is_missing(bare, arguments):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import importlib
+from collections.abc import Callable
 
 from orchestrate import console, errors
 from orchestrate.cli import options, request
@@ -37,12 +39,6 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print a job as a file for another system."""
-    with choice.sdk():
-        from orchestrate.export.compose import compose
-        from orchestrate.export.kubernetes import kubernetes
-        from orchestrate.export.pbs import pbs
-        from orchestrate.export.slurm import slurm
-
     forms = EXPORTS[args.target] or ("",)
     form = args.form or forms[0]
     if form not in forms:
@@ -50,7 +46,8 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"unknown form {quoted(form)}", hint)
     spec = request.spec_of(args)
     name = run_dir.slug(spec)
-    write = {"kubernetes": kubernetes, "slurm": slurm, "pbs": pbs}
-    text = write[args.target](spec, name, form) if args.target in write else compose(spec, name)
-    console.copy(text)
+    with choice.sdk():  # which only the one for Kubernetes needs
+        module = importlib.import_module(f"orchestrate.export.{args.target}")
+    write: Callable[..., str] = getattr(module, args.target)
+    console.copy(write(spec, name, form) if form else write(spec, name))
     return errors.SUCCEEDED

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import fcntl
 import os
 import sys
 import time
@@ -94,8 +95,16 @@ def _caches() -> Iterator[tuple[Path, Callable[[], bool]]]:
 
 
 def _discard(cached: Path) -> bool:
-    folders.remove(cached)
-    cached.with_name(f"{cached.name}.lock").unlink(missing_ok=True)
+    """Remove a cache; return False if a job is filling it."""
+    beside = cached.with_name(f"{cached.name}.lock")
+    with open(beside if beside.exists() else cached / "lock", "a") as lock_file:
+        try:
+            fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print_message(f"{cached} is kept: a job is filling it")
+            return False
+        folders.remove(cached)
+        beside.unlink(missing_ok=True)
     return True
 
 

@@ -26,8 +26,10 @@ COMPLAINT = re.compile(
     rf"|{TIMEOUT.pattern}"
 )
 
+ENGINES_EVENTS = "see docker events, and dmesg on the host"
 MORE_MEMORY = "raise the limit (--memory 8g), or lower the batch size"
-LOCAL_HINTS = {  # hints replaced for local processes, which have no limits
+LOCAL_HINTS = {  # hints replaced for local processes, which have no limits and no engine
+    ENGINES_EVENTS: "killed by a user or its worker, or when its machine stopped or ran out of memory: see dmesg there",
     MORE_MEMORY: "this machine ran out of memory: use a smaller batch or fewer workers",
     FEWER_LOADERS: "this machine ran out of memory: use fewer DataLoader workers",
 }
@@ -48,7 +50,7 @@ BY_CODE = {
 BY_ENGINE = {
     Reason.OUT_OF_MEMORY: MORE_MEMORY,
     Reason.OUT_OF_MEMORY_IN_A_CHILD: FEWER_LOADERS,
-    Reason.NODE_LOST: "see docker events, and dmesg on the host",
+    Reason.NODE_LOST: ENGINES_EVENTS,
     Reason.NODE_STOPPED: "stopped by docker stop, kill, restart or rm; use orchestrate stop to end a job",
     Reason.PARTITION: "check whether the network was removed or the node disconnected (docker network disconnect)",
     Reason.HOST_LOST: "see docker node ls; other hosts take over its nodes, or set min_trainers to continue with fewer",

@@ -184,10 +184,17 @@ OF_SCRIPT = "for an option of the script: --set hyperparameters."
     ("arguments", "error", "hint"),
     [
         ("pln train.py", "unknown command 'pln'", "did you mean plan?"),
+        ("rum train.py", "unknown command 'rum'", "did you mean rm or run?"),
+        (
+            "exec latest hostname -f",
+            "exec: unexpected argument 'hostname'",
+            "python -m orchestrate exec latest -- hostname -f",
+        ),
         ("rnu train.py", "unknown command 'rnu'", "did you mean run?"),
         ("export nomad", "unknown target 'nomad'", "one of kubernetes, slurm, pbs, compose"),
         ("train.py --lr 1", "unknown command 'train.py'", "python -m orchestrate run train.py"),
         ("frobnicate", "unknown command 'frobnicate'", "python -m orchestrate --help"),
+        ("run --partition x train.py", "run: unknown option '--partition'", "use --set slurm.partition=VALUE"),
         ("run --trainer 2", "run: unknown option '--trainer'", "did you mean --trainers?"),
         ("run job.yaml --lr 0.1", "run: unknown option '--lr'", f"{OF_SCRIPT}lr=0.1"),
         ("run job.yaml --lr=0.1", "run: unknown option '--lr=0.1'", f"{OF_SCRIPT}lr=0.1"),

@@ -99,7 +99,8 @@ def test_nodes_that_name_another_run_directory_must_not_lead_to_it(do, engine, t
 def test_an_empty_runs_folder_must_be_named(do, engine, tmp_path):
     hint = f"hint: no jobs in {tmp_path}; use --runs to select another folder"
     assert do("logs", "a") == (2, [], ["error: no such job: a", hint])
-    assert do("logs") == (2, [], [f"error: no jobs in {tmp_path}", "hint: use --runs to select another folder"])
+    hint = "hint: name a job of another folder, or select that with --runs"
+    assert do("logs") == (2, [], [f"error: no jobs in {tmp_path}", hint])
 
 
 def test_a_hint_must_list_only_jobs_in_the_folder(do, engine, tmp_path):

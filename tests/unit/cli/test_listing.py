@@ -1,6 +1,7 @@
 """Jobs that have ended, in `ps --all` and `prune`; events in `events`; plans and lists as JSON."""
 
 import dataclasses
+import fcntl
 import json
 import os
 import re
@@ -138,6 +139,13 @@ def test_prune_must_remove_caches_only_on_request(do, tmp_path, monkeypatch):
     (caches[1] / "x.lock").touch()
     found = [f"{cache}/x" for cache in caches]
     assert do("prune")[1] == []
+    with (caches[1] / "x.lock").open() as one, (caches[2] / "x" / "lock").open("w") as two:
+        for file in (one, two):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        code, lines, messages = do("prune", "--caches")
+    assert (code, lines) == (0, found[:1])
+    assert messages[:2] == [f"{path} is kept: a job is filling it" for path in found[1:]]
+    (caches[0] / "x").mkdir()
     assert do("prune", "--caches", "--dry-run")[1] == found and (caches[0] / "x").exists()
     assert do("prune", "--caches")[1] == found
     assert not any(os.listdir(cache) for cache in caches)

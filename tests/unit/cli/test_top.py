@@ -46,25 +46,26 @@ def test_the_table_must_show_what_each_worker_uses():
     assert drawn(top) == [
         ["rank", "node", "pid", "state", "cores", "memory"],
         ["0", "master", "4711", "running", "2.0", "▅▅", "1", "GiB"],
-        ["1", "trainer-1", "sleeping", "0.0", "▁▁", "1", "MiB"],
+        ["1", "trainer-1", "starting", "0.0", "▁▁", "1", "MiB"],
         ["2", "trainer-2"],
     ]
     assert drawn(top, height=1) == [*drawn(top)[:2], ["and", "2", "more"]]
     assert drawn(top, height=0) == drawn(top, height=1)
-    top.record(8.0, {0: Activity("I", 12.0), 2: Activity("R", 0.0)})
-    top.record(10.0, {0: Activity("I", 12.0), 2: Activity("R", 8.0)})
-    rows = [["0", "master", "I", "0.0", "▅▅▁▁"], ["2", "trainer-2", "running", "4.0", "█"], ["and", "1", "more"]]
+    top.record(8.0, {0: Activity("I", 12.0, pid=7), 2: Activity("R", 0.0, pid=8)})
+    top.record(10.0, {0: Activity("I", 12.0, pid=7), 2: Activity("R", 8.0, pid=8)})
+    rows = [["0", "master", "7", "I", "0.0", "▅▅▁▁"], ["2", "trainer-2", "8", "running", "4.0", "█"]]
+    rows.append(["and", "1", "more"])
     assert drawn(top, height=2)[1:] == rows
 
 
 def test_nothing_must_be_shown_of_a_worker_that_no_longer_reports_and_its_gap_be_left_out():
     top = Top(plan(JobSpec(trainers=1), HERE, "digits-4f2a"), cores=4.0)
     for second in (1.0, 2.0):
-        top.record(second, {0: Activity("R", 4 * second, 1 << 30), 1: Activity("R", 4 * second, 1 << 20)})
-    top.record(3.0, {0: Activity("R", 12.0, 1 << 30)})
-    assert drawn(top)[1:] == [["0", "master", "running", "4.0", "██", "1", "GiB"], ["1", "trainer-1", "█"]]
-    top.record(4.0, {1: Activity("S", 8.0, 1 << 20)})
-    assert drawn(top)[1:] == [["0", "master", "██"], ["1", "trainer-1", "sleeping", "█", "1", "MiB"]]
+        top.record(second, {0: Activity("R", 4 * second, 1 << 30, pid=6), 1: Activity("R", 4 * second, 1 << 20, pid=7)})
+    top.record(3.0, {0: Activity("R", 12.0, 1 << 30, pid=6)})
+    assert drawn(top)[1:] == [["0", "master", "6", "running", "4.0", "██", "1", "GiB"], ["1", "trainer-1", "█"]]
+    top.record(4.0, {1: Activity("S", 8.0, 1 << 20, pid=7)})
+    assert drawn(top)[1:] == [["0", "master", "██"], ["1", "trainer-1", "7", "sleeping", "█", "1", "MiB"]]
 
 
 def test_all_workers_must_be_printed_without_a_terminal():
@@ -184,7 +185,7 @@ def test_a_terminal_must_show_the_table_until_the_job_ends_or_once_on_request(do
 
     def later() -> None:
         turns.append(0)
-        row = {"state": "R", "cpu": 2 * len(turns), "memory": 1 << 20}
+        row = {"state": "R", "cpu": 2 * len(turns), "memory": 1 << 20, "pid": 7}
         paths.usage.write_text(json.dumps({"time": len(turns), "workers": {"0": row}}))
         end(paths) if len(turns) == 5 else None
 

@@ -83,9 +83,13 @@ def test_nodes_exported_by_root_must_run_as_the_same_user_as_under_the_orchestra
 
 def test_a_folder_that_nodes_cannot_read_must_be_noted_in_the_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    mine, line = f"{os.getuid()}:{os.getgid()}", f"#   chmod a+rX {tmp_path}\n"
-    for mode, user, noted in [(0o700, "4321:4321", True), (0o755, "4321:4321", False), (0o700, mine, False)]:
+    mine, line = f"{os.getuid()}:{os.getgid()}", f"#   chmod -R a+rX {tmp_path}\n"
+    script = tmp_path / "train.py"
+    script.touch()
+    modes = [(0o700, 0o644, "4321:4321", True), (0o755, 0o600, "4321:4321", True), (0o755, 0o644, "4321:4321", False)]
+    for mode, of_script, user, noted in [*modes, (0o700, 0o600, mine, False)]:
         tmp_path.chmod(mode)
+        script.chmod(of_script)
         assert (line in compose(resolve({"command": COMMAND, "user": user}), "digits")) is noted
 
 
@@ -203,7 +207,7 @@ def test_a_folder_must_be_mounted_whatever_its_name(monkeypatch, name):
         assert (code["source"], code["target"]) == (f"/home/me/{name}".replace("$", "$$"), "/workspace")
         assert (folder["source"], folder["target"]) == (f"/srv/{name}/runs/digits/job".replace("$", "$$"), "/job")
     lines = text.splitlines()
-    assert all(line.startswith("# ") for line in lines[:3]) and lines[3].startswith("name: ")
+    assert all(line.startswith("# ") for line in lines[:4]) and lines[4].startswith("name: ")
 
 
 def test_a_folder_whose_name_is_not_utf_8_must_be_refused(monkeypatch):

@@ -166,6 +166,15 @@ def test_a_run_directory_that_was_removed_must_be_named_and_not_created_again(pa
     assert shown[-1] == f"warning: {paths.root} was removed while the job ran: its report and logs are lost"
 
 
+def test_a_job_that_has_removed_its_own_folder_must_have_its_outcome_and_a_report(paths):
+    create(paths)
+    engine = Whole([ALL_WELL])
+    engine.start = after(engine.start, lambda: shutil.rmtree(paths.shared))
+    data, shown = supervise(paths, engine)
+    assert data["outcome"] == "succeeded" and not [line for line in shown if line.startswith("warning")]
+    assert run_dir.ended(paths) and not records.need(paths.root).key
+
+
 def test_a_job_must_not_get_a_second_supervisor(paths):
     engine = Whole([ALL_WELL])
     with supervised(create(paths).root), pytest.raises(BlockingIOError):
