@@ -18,6 +18,7 @@ from orchestrate.spec.spec import JobSpec
 
 SHELLS = ("sh", "bash", "zsh")
 SYNTAX = "use -- SCRIPT ARGS, or -- -m MODULE ARGS"
+MAX_NAMES = 10_000  # files of a folder that are compared with the name of a script that does not exist
 
 
 def check_script(spec: JobSpec) -> JobSpec:
@@ -98,7 +99,7 @@ def _check_file(script: str, path: Path, exists: bool, top: Path, here: Path) ->
     if not exists:
         import difflib  # only here: it takes time to import
 
-        names = sorted(os.listdir(path.parent)) if path.parent.is_dir() else []
+        names = sorted(os.listdir(path.parent)[:MAX_NAMES]) if path.parent.is_dir() else []
         near = difflib.get_close_matches(path.name, names, 1, 0.8)
         hint = f"did you mean {Path(script).with_name(near[0])}?" if near else f"paths are relative to {here}"
         raise UsageError(f"the script {script} does not exist", hint)
