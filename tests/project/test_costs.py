@@ -11,10 +11,10 @@ from support.cli import Cli
 
 ROOM = 0.15  # part of a limit that may be left; if more is, lower the limit
 LIMITS = {
-    "--help": {"calls": 33_000, "modules": 112, "opened files": 27, "programs": 0},
+    "--help": {"calls": 34_000, "modules": 112, "opened files": 27, "programs": 0},
     "events": {"calls": 143_000, "modules": 240, "opened files": 146, "programs": 0},
     "logs": {"calls": 198_000, "modules": 252, "opened files": 170, "programs": 0},
-    "run": {"calls": 393_000, "modules": 365, "opened files": 545, "programs": 5},  # local processes
+    "run": {"calls": 415_000, "modules": 365, "opened files": 545, "programs": 5},  # local processes
 }
 SCRIPT = "import sys\nfor i in range(int(sys.argv[1])):\n    print('line', i)\n"
 RUN = ("run", "--engine", "process", "--trainers", "1", "--quiet")
