@@ -33,7 +33,7 @@ def compose(spec: JobSpec, name: str) -> str:
     hidden = masks(Path(code), Path(run).parent, CODE, spec.chdir)
     check_script(hidden, spec.command, spec.chdir)
     mounts = [*hidden, *given_mounts(spec, Path(run).parent)]
-    user = users.nodes_of(spec.user)
+    user, node = users.nodes_of(spec.user), program.folder(spec)
     bounds = limits(spec.memory, 0, job.nodes)
     values = {
         "JOB_ID": name,
@@ -58,7 +58,7 @@ def compose(spec: JobSpec, name: str) -> str:
         if service != "outcome":
             filled["command"] = [literal(word) for word in spec.command_line]
             filled["environment"] |= _environment(spec, job) | _data(spec)
-            filled["volumes"] = [_mount(volume, f"{run}/{JOB}", program.folder(spec)) for volume in filled["volumes"]]
+            filled["volumes"] = [_mount(volume, f"{run}/{JOB}", node) for volume in filled["volumes"]]
             filled["volumes"] += [_literal(mount) for mount in mounts]
             filled["working_dir"] = literal(os.path.normpath(f"{CODE}/{spec.chdir}"))
             filled["stop_grace_period"] = f"{container.stop_seconds(spec.grace)}s"

@@ -73,11 +73,10 @@ def found() -> list[Claim]:
     claims: list[Claim] = []
     for folder, uid in _folders():
         with os.scandir(folder) as entries:  # not a list: another account can make millions of names
-            names = [entry.name for entry in islice(entries, MAX_CLAIMS)]
-        for name in names:
-            with contextlib.suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
-                if claim := _read(name, folder, uid):
-                    claims.append(claim)
+            for entry in islice(entries, MAX_CLAIMS):
+                with contextlib.suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
+                    if claim := _read(entry.name, folder, uid):
+                        claims.append(claim)
     return sorted(claims, key=lambda claim: (claim.since, claim.job))
 
 

@@ -13,6 +13,7 @@ from support.faults import complete
 from support.odd_text import odd
 from support.repo import ROOT
 from support.waiting import eventually
+from support.written import Written
 
 from orchestrate.spec.layers import resolve
 
@@ -24,10 +25,11 @@ sys.exit(1)
 """
 
 
-class Pbs:
+class Pbs(Written):
     """Submits jobs, and shows what they have written."""
 
     def __init__(self, cli, folder: Path) -> None:
+        super().__init__(cli.folder)
         self.cli, self.folder = cli, folder
         (folder / "bin").mkdir()
         (folder / "bin" / "pbsdsh").write_text(f"#!{sys.executable}\n{(ROOT / 'tests/support/pbsdsh.py').read_text()}")
@@ -56,14 +58,6 @@ class Pbs:
         )
         self.cli.started.append(job)
         return job
-
-    def log(self, name: str, rank: int) -> str:
-        path = self.cli.folder / "runs" / name / "logs" / f"rank-{rank}.log"
-        return path.read_text() if path.exists() else ""
-
-    def steps(self, rank: int) -> list[tuple[int, int]]:
-        found = re.findall(r"^step (\d+) in (\d+)$", self.log("count", rank), re.M)
-        return [(int(step), int(generation)) for step, generation in found]
 
 
 def finish(job: subprocess.Popen[str]) -> tuple[int, str]:

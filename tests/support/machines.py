@@ -3,9 +3,11 @@
 They share the project, read-only, and a folder at the path that it has here.
 """
 
+import contextlib
 import os
 import secrets
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 from support.leftovers import docker
@@ -52,6 +54,15 @@ class Machines:
     def kill(self, pid: int, machine: str) -> None:
         """Kill a process."""
         self.run(machine, self.folder, PYTHON, "-c", f"import os; os.kill({pid}, 9)")
+
+    @contextlib.contextmanager
+    def without(self, machine: str) -> Iterator[None]:
+        """Kill a machine, and start it again after the block."""
+        docker("kill", self.of(machine))
+        try:
+            yield
+        finally:
+            docker("start", self.of(machine))
 
     def down(self) -> None:
         """Remove them."""

@@ -169,6 +169,11 @@ class SlurmSession(ClientSession):
         if node in self.clients.connections:
             self.clients.drop(node)
 
+    def _forget(self, node: str) -> None:
+        """Count a node as ended, and its machine as one to ask before it gets the next."""
+        if found := self.nodes.pop(node, None):
+            self.doubtful.add(found.host)
+
     def explain(self, end: WorkerExit, node: str) -> Reason | None:
         """Return the cause: the node or its machine was lost, or the kernel killed a process for lack of memory."""
         if why := self.clients.out_of_memory(end):
@@ -197,8 +202,7 @@ class SlurmSession(ClientSession):
                 self.clients.connections[name].send(protocol.Stop(kill=True, leftovers=True))
                 self.clients.connections[name].send(protocol.End())
                 self.clients.drop(name)
-            if found := self.nodes.pop(name, None):
-                self.doubtful.add(found.host)
+            self._forget(name)
 
     def down(self, grace: float, stopped: Callable[[], bool] = never) -> None:
         """End the nodes, and their tasks."""
@@ -237,8 +241,7 @@ class SlurmSession(ClientSession):
             socket.create_connection(self.nodes[node], CONNECT_TIMEOUT).close()
             return True
         except ConnectionRefusedError:
-            if found := self.nodes.pop(node, None):
-                self.doubtful.add(found.host)
+            self._forget(node)
         except OSError:
             self._abandon(node)
         except KeyError:

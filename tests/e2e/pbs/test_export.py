@@ -9,11 +9,11 @@ import sys
 import pytest
 from support.cli import Cli
 from support.faults import complete
-from support.leftovers import docker
 from support.machines import PYTHON, Machines
 from support.odd_text import odd
 from support.repo import ROOT
 from support.waiting import eventually
+from support.written import Written
 
 from orchestrate.spec.layers import resolve
 
@@ -25,10 +25,11 @@ pytestmark = [
 ]
 
 
-class Pbs:
+class Pbs(Written):
     """A cluster, and a folder with jobs for it."""
 
     def __init__(self, cli: Cli, machines: Machines) -> None:
+        super().__init__(cli.folder)
         self.cli, self.machines = cli, machines
 
     def __call__(self, *command: str) -> str:
@@ -51,14 +52,6 @@ class Pbs:
         """Wait for the end of a job, and return its exit code."""
         eventually(lambda: self.field(job, "job_state") == "F", 120)
         return int(self.field(job, "Exit_status"))
-
-    def log(self, name: str, rank: int) -> str:
-        path = self.cli.folder / "runs" / name / "logs" / f"rank-{rank}.log"
-        return path.read_text() if path.exists() else ""
-
-    def steps(self, rank: int) -> list[tuple[int, int]]:
-        found = re.findall(r"^step (\d+) in (\d+)$", self.log("count", rank), re.M)
-        return [(int(step), int(generation)) for step, generation in found]
 
     def saved(self, rank: int) -> int:
         return int((self.cli.folder / "runs" / "count" / "checkpoints" / f"rank-{rank}").read_text())
@@ -140,10 +133,9 @@ def test_a_script_that_cannot_succeed_must_not_be_retried(pbs):
 def test_a_lost_machine_must_requeue_the_job_which_resumes(pbs):
     job = pbs.submit("--", "count.py", "until-asked")
     eventually(lambda: len(pbs.steps(0)) > 15 and len(pbs.steps(1)) > 15)
-    docker("kill", pbs.machines.of("pbs2"))
-    eventually(lambda: pbs.field(job, "job_state") == "Q", 120)
-    saved = pbs.saved(1)
-    docker("start", pbs.machines.of("pbs2"))
+    with pbs.machines.without("pbs2"):
+        eventually(lambda: pbs.field(job, "job_state") == "Q", 120)
+        saved = pbs.saved(1)
     eventually(lambda: pbs.steps(1)[-1][0] > saved + 15, 120)
     (pbs.cli.folder / "runs" / "count" / "finish").touch()
     assert pbs.code(job) == 0 and pbs.field(job, "run_count") == "2"

@@ -12,6 +12,7 @@ from support.machines import PYTHON
 from support.optional import not_none
 from support.repo import SCRIPTS
 from support.waiting import eventually
+from support.written import Written
 
 pytestmark = [pytest.mark.docker, pytest.mark.slow]
 SUMS = """import os
@@ -79,9 +80,7 @@ class Jobs:
         return self.folder / out.strip()
 
     def steps(self, run: Path, rank: int) -> list[tuple[int, int]]:
-        path = run / "logs" / f"rank-{rank}.log"
-        found = re.findall(r"^step (\d+) in (\d+)$", path.read_text(), re.M) if path.exists() else []
-        return [(int(step), int(generation)) for step, generation in found]
+        return Written(self.folder).steps(rank, run.name)
 
     def pid(self, run: Path, rank: int) -> int:
         return int(re.findall(r"pid (\d+)", (run / "logs" / f"rank-{rank}.log").read_text())[-1])
@@ -146,11 +145,8 @@ def test_a_killed_worker_must_restart_the_gang_within_the_allocation(jobs):
 def test_a_lost_machine_must_be_replaced_by_a_spare_within_the_allocation(jobs):
     run = jobs.detach("--nodes", "2", "--set", "spares=1", "--", "count.py", "until-restarted")
     eventually(lambda: len(jobs.steps(run, 1)) > 25)
-    subprocess.run(["docker", "kill", jobs.cluster.of("n2")], check=True, capture_output=True)
-    try:
+    with jobs.cluster.without("n2"):
         found = report(run)
-    finally:
-        subprocess.run(["docker", "start", jobs.cluster.of("n2")], check=True, capture_output=True)
     assert (found["outcome"], found["generations"], found["failures"][0]["rank"]) == ("succeeded", 2, 1)
     first, second = hosts(run)
     assert first[:2] == ["n1", "n2"] and second == ["n1", "n3"]
@@ -161,11 +157,8 @@ def test_a_lost_machine_without_a_spare_must_put_the_job_back_into_the_queue(job
     (jobs.folder / "trains.py").write_text(TRAINS)
     run = jobs.detach("--nodes", "2", "--", "trains.py")
     eventually(lambda: len(jobs.steps(run, 1)) > 25)
-    subprocess.run(["docker", "kill", jobs.cluster.of("n2")], check=True, capture_output=True)
-    try:
+    with jobs.cluster.without("n2"):
         found = report(run)
-    finally:
-        subprocess.run(["docker", "start", jobs.cluster.of("n2")], check=True, capture_output=True)
     assert found["outcome"] == "succeeded" and jobs.steps(run, 1).count((1, 0)) == 1
     assert hosts(run) == [["n1", "n2"], ["n1", "n3"]]
 

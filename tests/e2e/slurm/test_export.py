@@ -12,16 +12,18 @@ from support.machines import PYTHON
 from support.odd_text import odd
 from support.repo import ROOT
 from support.waiting import eventually
+from support.written import Written
 
 from orchestrate.spec.layers import resolve
 
 pytestmark = [pytest.mark.docker, pytest.mark.slow]
 
 
-class Slurm:
+class Slurm(Written):
     """A cluster, and a folder with jobs for it."""
 
     def __init__(self, cli, cluster) -> None:
+        super().__init__(cli.folder)
         self.cli, self.cluster, self.state = cli, cluster, cluster.state
 
     def __call__(self, *command: str, machine: str = "slurm") -> str:
@@ -35,10 +37,6 @@ class Slurm:
         script.write_text(done.stdout.replace(sys.executable, PYTHON))
         return self("env", *env, "sbatch", "--parsable", str(script)).strip()
 
-    def log(self, name: str, rank: int) -> str:
-        path = self.cli.folder / "runs" / name / "logs" / f"rank-{rank}.log"
-        return path.read_text() if path.exists() else ""
-
     def output(self) -> str:
         return "".join(path.read_text() for path in self.cli.folder.glob("slurm-*.log"))
 
@@ -47,10 +45,6 @@ class Slurm:
 def slurm(machines, folder, nothing_left):
     yield Slurm(Cli(folder), machines)
     machines.settle()
-
-
-def steps(text: str) -> list[tuple[int, int]]:
-    return [(int(step), int(generation)) for step, generation in re.findall(r"^step (\d+) in (\d+)$", text, re.M)]
 
 
 @pytest.mark.exhaustive
@@ -90,23 +84,23 @@ def test_variables_and_arguments_must_reach_the_workers_and_secrets_only_from_sb
 
 def test_a_killed_worker_must_restart_the_gang_from_its_checkpoint(slurm):
     job = slurm.submit("--", "count.py", "until-restarted")
-    eventually(lambda: len(steps(slurm.log("count", 1))) > 25 and len(steps(slurm.log("count", 0))) > 25)
+    eventually(lambda: len(slurm.steps(1)) > 25 and len(slurm.steps(0)) > 25)
     pid = re.findall(r"pid (\d+)", slurm.log("count", 1))[-1]
     slurm.cluster.kill(int(pid), "n2")
     eventually(lambda: slurm.state(job) in ("COMPLETED", "FAILED"))
     assert slurm.state(job) == "COMPLETED", slurm.output()
     for rank in range(2):
-        assert complete(steps(slurm.log("count", rank)))
-    assert {generation for _, generation in steps(slurm.log("count", 1))} == {0, 1}
+        assert complete(slurm.steps(rank))
+    assert {generation for _, generation in slurm.steps(1)} == {0, 1}
     assert "generation 0 ended with exit code 137" in slurm.output()
 
 
 def test_a_job_must_save_before_its_time_limit(slurm):
     job = slurm.submit("--", "count.py", "100000")
-    eventually(lambda: len(steps(slurm.log("count", 1))) > 15)
+    eventually(lambda: len(slurm.steps(1)) > 15)
     slurm("scancel", "--batch", "--signal=TERM", job)  # the signal that Slurm sends before the time limit
     eventually(lambda: slurm.state(job) not in ("RUNNING", "COMPLETING"))
-    last = steps(slurm.log("count", 1))[-1]
+    last = slurm.steps(1)[-1]
     assert last[1] == 0  # still the first generation
     assert (slurm.cli.folder / "runs" / "count" / "checkpoints" / "rank-1").read_text() == str(last[0])
 
