@@ -10,13 +10,14 @@ from pathlib import Path
 
 from orchestrate import __version__
 from orchestrate.doctor.findings import BAD, GOOD, WARNING, Finding
+from orchestrate.engines.slurm import image
 from orchestrate.engines.slurm.engine import SlurmEngine
 from orchestrate.engines.slurm.script import flags, given
 from orchestrate.errors import EngineError, OrchestrateError
 from orchestrate.files.paths import PACKAGE
 from orchestrate.host import records, slurm
 from orchestrate.plan.plan import pluralize
-from orchestrate.spec.spec import JobSpec
+from orchestrate.spec.spec import IMAGE, JobSpec
 
 PATIENCE = 20  # seconds to wait for a free machine
 FREE = ("idle", "mixed")
@@ -46,7 +47,17 @@ def doctor(spec: JobSpec) -> Iterator[Finding]:
     yield Finding(
         GOOD, "accounting is off: a job is known for some minutes after its end" if off else "accounting is on"
     )
+    yield from _images(spec)
     yield from _machine(spec)
+
+
+def _images(spec: JobSpec) -> Iterator[Finding]:
+    """Report what runs images; a job with one needs it."""
+    try:
+        yield Finding(GOOD, f"{image.form()} runs images")
+    except OrchestrateError as error:
+        if spec.image != IMAGE:
+            yield Finding(BAD, str(error), error.hint)
 
 
 def _partitions(spec: JobSpec) -> Iterator[Finding]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from orchestrate.engines.slurm.image import mountable, words
 from orchestrate.errors import UsageError
 from orchestrate.export import Shape, carries_node, check_folders, quoted, shape
 from orchestrate.files.paths import NODE, PACKAGE, code_folder, is_text
@@ -16,8 +16,6 @@ from orchestrate.plan.plan import pluralize
 from orchestrate.spec.spec import IMAGE, JobSpec
 
 NO_RESTART = "2|64|78|126|127"  # exit codes that a restart cannot fix; see docs/restarts.md
-MOUNTABLE = re.compile(r"[\w./@%+=~-]+")  # paths that all versions of Apptainer and Pyxis can mount
-IMAGE_FILE = re.compile(r"^[./]|://|\.(sif|sqsh)$")  # an image that is no name in a registry
 FORMS = {
     "venv": "Nodes run the Python of this environment, which every machine must see at the same path.",
     "apptainer": "Each node runs in the image {image}, with Apptainer.",
@@ -93,9 +91,7 @@ def _checked(folder: Path, form: str) -> str:
     path = str(folder)
     if not is_text(path):
         raise UsageError(f"the path {path!a} is not UTF-8", "use another folder")
-    if form != "venv" and not MOUNTABLE.fullmatch(path):
-        raise UsageError(f"{path!a} cannot be mounted by {form}", "use only letters, digits and ._-+=@%~/ in the path")
-    return path
+    return path if form == "venv" else mountable(path, form)
 
 
 def _launch(spec: JobSpec, form: str, folder: str) -> str:
@@ -103,19 +99,11 @@ def _launch(spec: JobSpec, form: str, folder: str) -> str:
     command = " ".join(map(quoted, spec.command_line))
     if form == "venv":
         return f"{quoted(sys.executable)} {quoted(str(NODE))} {command}"
-    node = [] if carries_node(spec.image) else [f"{_checked(PACKAGE, form)}:/opt/orchestrate"]
-    mounts = ",".join([shlex.quote(f"{folder}:{folder}"), '"$JOB_DIR:$JOB_DIR"', *map(shlex.quote, node)])
     if spec.image == IMAGE:
         hint = "push an image with the packages of the job to a registry, or convert it to a file, and set image"
         raise UsageError(f"{form} cannot get {IMAGE}, which is only on this machine", hint)
-    image = shlex.quote(spec.image)
-    if form == "apptainer":
-        image = image if IMAGE_FILE.search(spec.image) else f"docker://{image}"
-        return (
-            f"apptainer exec --nv --pwd {shlex.quote(folder)} --bind {mounts} \\\n"
-            f"        {image} python {container.PROGRAM} {command}"
-        )
-    return (
-        f"--container-image={image} --container-mounts={mounts} --container-workdir={shlex.quote(folder)} \\\n"
-        f"        python {container.PROGRAM} {command}"
-    )
+    node = [] if carries_node(spec.image) else [f"{_checked(PACKAGE, form)}:/opt/orchestrate"]
+    options = words(form, spec.image, folder, [f"{folder}:{folder}", "$JOB_DIR:$JOB_DIR", *node])
+    # Nothing in a mount has to be quoted, and the shell knows this folder.
+    line = " ".join(f'"{word}"' if "$JOB_DIR:" in word else shlex.quote(word) for word in options)
+    return f"{line} \\\n        python {container.PROGRAM} {command}"

@@ -7,7 +7,7 @@ import fcntl
 import os
 import signal
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO
 
 from orchestrate.node.command import expanded, of_python, words
@@ -20,11 +20,6 @@ from orchestrate.node.warm import Forked, Zygote, die_with_parent, fields, proce
 FAILED_TO_START, NOT_FOUND = 126, 127  # exit codes, as in a shell
 MAX_PIPE = 1 << 16  # bytes in a pipe, where the kernel does not tell
 MAX_LINE = 1 << 20  # bytes that are tagged as one line; a longer one is split
-OOM_COUNTERS = (  # of cgroup v2, cgroup v1 and the machine
-    "/sys/fs/cgroup/memory.events",
-    "/sys/fs/cgroup/memory/memory.oom_control",
-    "/proc/vmstat",
-)
 FOLDERS = ("logs", "checkpoints")  # that a node creates in a job's folder
 SAGEMAKER, OF_SAGEMAKER = "SM_MODEL_DIR", ("model", "output", "output/data")  # with `sagemaker: true`
 PF_EXITING = 4  # a flag in /proc/PID/stat, from linux/sched.h
@@ -238,8 +233,34 @@ def activity(session: int) -> dict[str, Any]:
     return {"state": state, "cpu": cpu, "memory": memory}
 
 
+def counters(groups: str) -> Iterator[str]:
+    """Yield the files that may count kills by the kernel's OOM killer, from the text of /proc/self/cgroup.
+
+    Those of this process's group in cgroup v2 and v1 come first, and that of the machine last. A group may have
+    several paths, since a container sees only the end of the path that the kernel names.
+    """
+    for line in groups.splitlines():
+        _, controllers, path = line.split(":", 2)
+        parts = [part for part in path.split("/") if part]
+        for start in range(len(parts) + 1):
+            if not controllers:
+                yield "/".join(["/sys/fs/cgroup", *parts[start:], "memory.events"])
+            elif controllers == "memory":
+                yield "/".join(["/sys/fs/cgroup/memory", *parts[start:], "memory.oom_control"])
+    yield "/proc/vmstat"
+
+
+def _own_groups() -> str:
+    with contextlib.suppress(OSError), open("/proc/self/cgroup") as file:
+        return file.read()
+    return ""
+
+
+OOM_COUNTERS = tuple(counters(_own_groups()))
+
+
 def oom_kills() -> int:
-    """Number of processes killed by the kernel's OOM killer, in this container or on this machine."""
+    """Number of processes killed by the kernel's OOM killer, in this process's group or on this machine."""
     for path in OOM_COUNTERS:
         with contextlib.suppress(OSError), open(path) as file:
             for line in file:

@@ -39,7 +39,19 @@ class Machines:
         folders = [f"{ROOT}:{ROOT}:ro", f"{self.folder}:{self.folder}", f"{self.folder}/cluster:/cluster"]
         mounts = [word for folder in [*folders, f"{self.here / 'start'}:/start:ro"] for word in ("--volume", folder)]
         env = ["--env", f"HOME={self.folder}/home", "--env", f"PYTHONPATH={ROOT}", "--env", "PYTHONDONTWRITEBYTECODE=1"]
-        docker("run", "--detach", "--init", *names, *mounts, *env, "--entrypoint", "/start", self.image, *role)
+        docker(
+            "run",
+            "--detach",
+            "--init",
+            "--privileged",
+            *names,
+            *mounts,
+            *env,
+            "--entrypoint",
+            "/start",
+            self.image,
+            *role,
+        )
         self.started.append(machine)
 
     def of(self, machine: str) -> str:

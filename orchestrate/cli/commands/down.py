@@ -28,7 +28,6 @@ def add_arguments(parser: Parser) -> None:
         "cluster",
         type=options.name,
         nargs="?",
-        default="",
         metavar="CLUSTER",
         help="name or unique prefix (default: the only one)",
     )
@@ -38,20 +37,20 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Remove a cluster."""
-    clusters = cluster.found(args.runs)
-    exact = [each for each in clusters if each.name == args.cluster]
-    matches = exact or [each for each in clusters if each.name.startswith(args.cluster)]
-    if not args.cluster and len(matches) != 1:
+    clusters, named = cluster.found(args.runs), args.cluster or ""
+    exact = [each for each in clusters if each.name == named]
+    matches = exact or [each for each in clusters if each.name.startswith(named)]
+    if not named and len(matches) != 1:
         known = f"name one of {', '.join(each.name for each in matches)}" if matches else f"no clusters in {args.shown}"
         raise UsageError("no cluster given", known)
-    there = JobPaths(args.runs / args.cluster)
+    there = JobPaths(args.runs / named)
     if not matches and there.root.is_dir() and not there.plan.exists() and records.find(there.root):
         return _remove_partial(args, there)
-    if not matches and (lost := _lost_nodes(args.cluster)):
+    if not matches and (lost := _lost_nodes(named)):
         return _remove_lost(args, lost)
     if len(matches) != 1:
         known = ", ".join(each.name for each in matches or clusters)
-        what = f"{args.cluster} matches {len(matches)} clusters" if matches else f"no such cluster: {args.cluster}"
+        what = f"{named} matches {len(matches)} clusters" if matches else f"no such cluster: {named}"
         raise UsageError(what, f"clusters in {args.shown}: {known}" if known else f"no clusters in {args.shown}")
     chosen = matches[0]
     name, engine = chosen.name, choice.of_plan(chosen.spec, chosen.plan)

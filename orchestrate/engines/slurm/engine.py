@@ -14,7 +14,7 @@ from orchestrate.engines import venv
 from orchestrate.engines.base import JobState, Local, ignoring
 from orchestrate.engines.docker import mounts
 from orchestrate.engines.process import LIMITS
-from orchestrate.engines.slurm import addresses
+from orchestrate.engines.slurm import addresses, image
 from orchestrate.engines.slurm.session import SlurmSession
 from orchestrate.errors import EngineError, UsageError
 from orchestrate.files.paths import code_folder
@@ -24,10 +24,11 @@ from orchestrate.plan.plan import Inventory, Placement, Plan, WorkerPlan
 from orchestrate.plan.preload import preload
 from orchestrate.record import batch
 from orchestrate.record.paths import JobPaths
-from orchestrate.spec.spec import JobSpec
+from orchestrate.spec.folders import data_folders
+from orchestrate.spec.spec import IMAGE, JobSpec
 
 GPU = "gpu"  # any of them: only Slurm knows which ones a job gets
-UNSUPPORTED = tuple(name for name in LIMITS if name not in ("memory", "cpus"))
+UNSUPPORTED = tuple(name for name in LIMITS if name not in ("memory", "cpus", "image"))
 COMMENT = "orchestrate:"  # before the run directory, in the comment of our jobs
 
 
@@ -51,7 +52,11 @@ class SlurmEngine:
         if spec.pin or spec.share_gpus or spec.virtual_local_rank or spec.queue or spec.keep:
             why = "Slurm does not support pin, share_gpus, virtual_local_rank, queue and keep"
             raise UsageError(why, "remove them; jobs wait in Slurm's own queue")
+        if spec.image != IMAGE and spec.pip:
+            raise UsageError("on Slurm, packages of pip cannot be added to an image", "use an image that has them")
         about = ignoring(spec, UNSUPPORTED, "Slurm")
+        if image.before(spec, JobPaths(run.parent), str(run)):  # raises for what it cannot run
+            about += f", image {spec.image}"
         nodes = spec.trainers + 1
         code = code_folder(spec.command)
         where = f", partition {spec.slurm['partition']}" if "partition" in spec.slurm else ""
@@ -70,7 +75,8 @@ class SlurmEngine:
             job_dir=str(run),
             code=str(code),
             sent=True,
-            python=str(venv.python(spec.pip)) if spec.pip else sys.executable,
+            data=data_folders(spec),
+            python=_python(spec),
             preload=preload(spec, code, copied=True) if SUPPORTED else (),
         )
         return inventory, placement
@@ -94,8 +100,8 @@ class SlurmEngine:
             raise UsageError(f"{worker.node} does not run", f"python -m orchestrate attach {plan.job_id}")
         cwd = plan.placement.cwd(plan.placement.code)
         words = ["srun", f"--jobid={found.id}", "--overlap", "--nodes=1", "--ntasks=1"]
-        words += [f"--nodelist={address.host}", "--mem=0", f"--chdir={cwd}", "--quiet"]
-        return Local([*words, *(["--pty"] if terminal else [])], os.environ | worker.env)
+        words += [f"--nodelist={address.host}", "--mem=0", f"--chdir={cwd}", "--quiet", *["--pty"] * terminal]
+        return Local([*words, *image.before(spec, paths, cwd)], os.environ | worker.env)
 
     def jobs(self) -> list[JobState]:
         """List the jobs in the queue that this account has submitted."""
@@ -121,6 +127,12 @@ class SlurmEngine:
     def _submitted(self, job_id: str) -> list[batch.Batch]:
         runs = [state.paths for state in self.jobs() if state.job_id == job_id]
         return [found for paths in runs if (found := batch.of(paths))]
+
+
+def _python(spec: JobSpec) -> str:
+    if spec.image != IMAGE:
+        return "python"
+    return str(venv.python(spec.pip)) if spec.pip else sys.executable
 
 
 def cpus(spec: JobSpec) -> int:

@@ -14,14 +14,16 @@ import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from orchestrate import console
 from orchestrate.clock import Clock, wait_until
 from orchestrate.engines.base import Observed, never
 from orchestrate.engines.client_session import ClientSession, key_of
 from orchestrate.engines.connection import ANSWER_TIMEOUT, NodeConnection
 from orchestrate.engines.node_clients import NodeClients
 from orchestrate.engines.ports import free_port
-from orchestrate.engines.slurm import addresses
+from orchestrate.engines.slurm import addresses, image
 from orchestrate.errors import AllocationLost, EngineError
+from orchestrate.files.folder import regular
 from orchestrate.files.paths import NODE
 from orchestrate.host import slurm
 from orchestrate.node import protocol
@@ -38,6 +40,7 @@ CONNECT_TIMEOUT = 2.0  # seconds for a node to accept a connection
 ASK_INTERVAL, SILENT_AFTER, LOST_AFTER = 2.0, 6.0, 12.0  # seconds between two questions, and without an answer
 # Seconds until a node that is cut off has killed its workers.
 LEASE_OVER_AFTER = protocol.LEASE_TIMEOUT + 2 * protocol.RENEW_INTERVAL + 2 * protocol.SEND_TIMEOUT
+LAST_WORDS = 1 << 16  # bytes of what nodes print that are searched for the reason why they did not start
 KEPT = ("SLURM_JOB_ID", "SLURM_CONF")  # all others would narrow what srun starts
 SRUN = (
     *("srun", "--overlap", "--ntasks-per-node=1", "--kill-on-bad-exit=0", "--wait=0", "--no-kill"),
@@ -101,10 +104,10 @@ class SlurmSession(ClientSession):
             env |= {"NODE_GRACE": str(self.spec.grace), "NODE_PRELOAD": " ".join(plan.placement.preload)}
             where = [f"--nodes={count}", f"--ntasks={count}", f"--nodelist={','.join(hosts[: len(names)])}"]
             node = [self.python, "-I", f"-Xutf8={sys.flags.utf8_mode}", str(NODE)]
-            with open(self.paths.root / "nodes.log", "ab", opener=_private) as log:
-                step = subprocess.Popen(
-                    [*SRUN, *where, *node], env=env, cwd=self.workdir, stdout=subprocess.DEVNULL, stderr=log
-                )
+            words = [*SRUN, *where, *image.before(self.spec, self.paths, self.workdir), *node]
+            with open(path := self.paths.root / "nodes.log", "ab", opener=_private) as log:
+                size = log.tell()
+                step = subprocess.Popen(words, env=env, cwd=self.workdir, stdout=subprocess.DEVNULL, stderr=log)
         except OSError as error:
             raise EngineError(f"cannot start nodes: {error}") from None
         self.steps.append(step)
@@ -113,7 +116,7 @@ class SlurmSession(ClientSession):
             if step.poll() is not None or stopped() or self.clock.monotonic() > deadline:
                 step.terminate()
                 self.doubtful |= {*hosts[: len(names)]}
-                raise EngineError(f"{', '.join(wanted)} did not start", f"see {self.paths.root / 'nodes.log'}")
+                raise EngineError(f"{', '.join(wanted)} did not start{_last_words(path, size)}", f"see {path}")
             self.clock.sleep(0.05)
 
     def _found(self, name: str, launch: str) -> bool:
@@ -258,3 +261,13 @@ class SlurmSession(ClientSession):
 
 def _private(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NOFOLLOW, 0o600)
+
+
+def _last_words(path: Path, start: int) -> str:
+    """Return the last line from `start` that is not srun's, which only says that its tasks have ended."""
+    with contextlib.suppress(OSError), regular(path) as file:
+        file.seek(start)
+        lines = console.clean(file.read(LAST_WORDS).decode(errors="replace")).split("\n")
+        if said := [line.strip() for line in lines if line.strip() and not line.startswith("srun: ")]:
+            return f": {console.shortened(said[-1], 300)}"
+    return ""

@@ -213,6 +213,20 @@ def test_out_of_memory_kills_must_be_read_from_the_counter_that_the_kernel_maint
     assert worker.oom_kills() == 2
 
 
+def test_out_of_memory_kills_must_be_counted_in_the_group_of_the_node():
+    # Slurm limits the memory of a group far below that of its machine, which here is a container.
+    v1 = "5:cpu,cpuacct:/\n4:memory:/docker/1f/slurm_n1/job_1\n0::/docker/1f\n"
+    first = "/sys/fs/cgroup/memory/docker/1f/slurm_n1/job_1/memory.oom_control"
+    found = [*worker.counters(v1)]
+    assert found[0] == first and found.index("/sys/fs/cgroup/memory/slurm_n1/job_1/memory.oom_control") == 2
+    assert found[-2:] == ["/sys/fs/cgroup/memory.events", "/proc/vmstat"]
+    v2 = "0::/system.slice/slurmstepd.scope/job_1/step_0/user/task_0\n"
+    step = "/sys/fs/cgroup/system.slice/slurmstepd.scope/job_1/step_0/user/task_0/memory.events"
+    assert [*worker.counters(v2)][0] == step
+    assert [*worker.counters("0::/\n")] == ["/sys/fs/cgroup/memory.events", "/proc/vmstat"]
+    assert [*worker.counters("")] == ["/proc/vmstat"]
+
+
 def test_a_node_that_is_cut_off_must_report_it_for_the_workers_that_it_killed(tmp_path):
     node = Waiting(tmp_path, before="lease.LEASE_TIMEOUT, lease.RENEW_INTERVAL = 0.3, 0.05")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as silent:

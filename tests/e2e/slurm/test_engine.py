@@ -57,6 +57,17 @@ dist.destroy_process_group()
 """
 
 
+FILLS = """import os
+import time
+
+kept = []
+while True:
+    if os.environ["RANK"] == "1":
+        kept.append(bytearray(b"x" * (8 << 20)))
+    time.sleep(0.02)
+"""
+
+
 class Jobs:
     """Our command on the machine for logging in, in a folder with scripts."""
 
@@ -139,6 +150,15 @@ def test_a_killed_worker_must_restart_the_gang_within_the_allocation(jobs):
     assert (found["outcome"], found["generations"]) == ("succeeded", 2)
     assert [(failure["rank"], failure["cause"]) for failure in found["failures"]] == [(1, "killed")]
     assert all(complete(jobs.steps(run, rank)) for rank in range(2))
+
+
+@pytest.mark.exhaustive
+def test_a_worker_beyond_the_memory_of_its_machine_must_be_named_as_the_cause(jobs):
+    (jobs.folder / "fills.py").write_text(FILLS)
+    code, _, err = jobs("run", "--engine", "slurm", "--nodes", "2", "--set", "memory=400m", "--", "fills.py")
+    assert code == 1, err
+    (run,) = jobs.folder.glob("runs/*")
+    assert [(failure["rank"], failure["cause"]) for failure in report(run)["failures"]][:1] == [(1, "out of memory")]
 
 
 @pytest.mark.exhaustive

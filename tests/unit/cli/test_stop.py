@@ -258,6 +258,16 @@ def test_down_must_take_down_only_the_named_cluster(do, engine, tmp_path):
     assert not one.root.exists() and other.root.exists()
 
 
+def test_down_without_a_name_must_remove_the_only_cluster(do, engine, tmp_path):
+    assert do("down") == (2, [], ["error: no cluster given", f"hint: no clusters in {tmp_path}"])
+    one = cluster(tmp_path, "c-1")
+    two = cluster(tmp_path, "d-1")
+    assert do("down") == (2, [], ["error: no cluster given", "hint: name one of c-1, d-1"])
+    assert do("down", "d-1") == (0, [], ["d-1 removed"])
+    assert do("down", "--dry-run") == (0, [f"folder {one.root}"], []) and not two.root.exists()
+    assert do("down") == (0, [], ["c-1 removed"]) and not one.root.exists()
+
+
 def test_the_cluster_of_another_user_must_stay_up(do, engine, tmp_path):
     paths = cluster(tmp_path, "c-1")
     engine.states = [runs_elsewhere(paths.root, "c-1", os.getuid() + 1, "nodes")]

@@ -150,7 +150,7 @@ def test_the_pbs_script_must_be_valid_bash_and_ask_for_what_the_job_needs(form):
         (["kubernetes"], "# mine, for Kubernetes 1.28"),
         (["kubernetes", "--form", "trainjob"], "kind: TrainJob\n"),
         (["slurm"], "# Nodes run the Python of this environment"),
-        (["slurm", "--form", "pyxis", "--image", "a.example/a:1"], "--container-image=a.example/a:1 "),
+        (["slurm", "--form", "pyxis", "--image", "a.example/a:1"], "'--container-image=a.example#a:1' "),
         (["pbs"], "# Nodes run the Python of this environment"),
         (["compose"], "name: mine\n"),
     ],

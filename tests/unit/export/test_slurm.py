@@ -78,9 +78,9 @@ def test_a_node_must_be_started_with_the_exact_command(monkeypatch):
     assert launched("apptainer", ours, monkeypatch) == [*apptainer, mounts, f"docker://{ours}", *node]
     with_node = f"{mounts},{PACKAGE}:/opt/orchestrate"
     assert launched("apptainer", other, monkeypatch) == [*apptainer, with_node, f"docker://{other}", *node]
-    for image, mounted in ((ours, mounts), (other, with_node)):
+    for image, name, mounted in ((ours, "registry.example#orchestrate-node:0.1", mounts), (other, other, with_node)):
         assert launched("pyxis", image, monkeypatch) == [
-            f"--container-image={image}",
+            f"--container-image={name}",
             f"--container-mounts={mounted}",
             "--container-workdir=/my-code",
             *node,
