@@ -21,6 +21,7 @@ from orchestrate.engines import choice
 from orchestrate.engines.base import Engine
 from orchestrate.engines.ports import port
 from orchestrate.errors import UsageError
+from orchestrate.files.folder import replacing_links
 from orchestrate.files.paths import PACKAGE, code_folder
 from orchestrate.host import claims
 from orchestrate.plan import preload
@@ -106,7 +107,7 @@ def start_supervisor(paths: JobPaths, bound: bool = False) -> None:
     safe = ["-I"] if sys.flags.isolated else ["-P"] if getattr(sys.flags, "safe_path", False) else []
     command = [sys.executable, *safe, "-m", "orchestrate", "attach", paths.root.name, "--runs", str(paths.root.parent)]
     command += ["--until-eof"] * bound
-    with open(paths.supervisor_log, "w", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
+    with open(paths.supervisor_log, "w", opener=replacing_links) as file:
         child = subprocess.Popen(
             command,
             cwd=PACKAGE.parent,  # `-m` searches the current folder first, which may have another orchestrate.py

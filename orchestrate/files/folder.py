@@ -154,6 +154,17 @@ def regular(path: str | Path, folder: int | None = None) -> BinaryIO:
     return os.fdopen(opened(str(path), folder=folder), "rb")
 
 
+def replacing_links(path: str, flags: int) -> int:
+    """An opener for `open`: of a file to write, for this account only; a link in its place is removed, not followed."""
+    try:
+        return os.open(path, flags | os.O_NOFOLLOW, 0o600)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+    os.unlink(path)
+    return os.open(path, flags | os.O_NOFOLLOW, 0o600)
+
+
 def content(path: str | Path, folder: int | None = None) -> str:
     """Return the text of a regular file, relative to a descriptor; raises OSError for anything else, or a large file.
 

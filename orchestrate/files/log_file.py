@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from orchestrate.console import clean, print_message
+from orchestrate.files.folder import replacing_links
 
 LOGGER = logging.getLogger("orchestrate")
 LOGGER.addHandler(logging.NullHandler())
@@ -68,7 +68,7 @@ def shown(level: str) -> Iterator[None]:
 @contextlib.contextmanager
 def kept(path: Path, hide: Callable[[str], str]) -> Iterator[None]:
     """Append all messages to a file within a `with` block; `hide` removes secrets from texts, there and on stderr."""
-    file = open(path, "a", encoding="utf-8", errors="backslashreplace", opener=_opener)  # noqa: SIM115
+    file = open(path, "a", encoding="utf-8", errors="backslashreplace", opener=replacing_links)  # noqa: SIM115
     _redactors.append(hide)
     try:
         with _installed(_File(file), "%(asctime)s.%(msecs)03dZ %(levelname)s %(name)s: %(message)s"):
@@ -93,7 +93,3 @@ def _installed(handler: logging.Handler, template: str) -> Iterator[None]:
     finally:
         LOGGER.removeHandler(handler)
         LOGGER.setLevel(before)
-
-
-def _opener(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW, 0o600)

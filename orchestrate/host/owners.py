@@ -13,7 +13,7 @@ from pathlib import Path
 
 from orchestrate.errors import UsageError
 from orchestrate.files.folder import visited
-from orchestrate.host import private, users
+from orchestrate.host import private, users, writable
 
 ACL_USER, ACL_GROUP, ACL_WRITE = 2, 8, 2  # tags and a permission in Linux access control lists
 
@@ -63,9 +63,10 @@ def check(
 def cache(kind: str) -> Path:
     """Return the folder of a kind of cached files, which may not exist yet: they are executed, for example.
 
-    Raises UsageError if another account can change it.
+    Raises UsageError if another account, or a job of this one, could have changed it.
     """
     path = private.cache(kind)
+    writable.resolved(str(path / "files"), fixed=True)  # what is in it
     for folder in (path.parent, path):
         if why := foreign(folder):
             raise UsageError(f"{folder} cannot be used as a cache: {why}", "set XDG_CACHE_HOME to a folder of yours")

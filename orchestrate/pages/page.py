@@ -21,9 +21,9 @@ from markupsafe import Markup
 
 from orchestrate import __version__
 from orchestrate.console import shortened
-from orchestrate.errors import OrchestrateError
+from orchestrate.errors import OrchestrateError, UsageError
 from orchestrate.files.folder import write_whole
-from orchestrate.host import private
+from orchestrate.host import owners, private
 from orchestrate.node.trees import opened
 from orchestrate.pages.curves import COUNTERS, quantity
 from orchestrate.pages.job import Run, load
@@ -47,16 +47,16 @@ class Compiled(BytecodeCache):
         """Load a template, unless it has changed since it was compiled, or the file is damaged."""
         with (
             contextlib.suppress(Exception),
-            private.opened(private.cache(CACHE)) as folder,
+            private.opened(owners.cache(CACHE)) as folder,
             open(opened(bucket.key, folder=folder), "rb") as file,
         ):
             bucket.load_bytecode(file)
 
     def dump_bytecode(self, bucket: Bucket) -> None:
         """Save a compiled template."""
-        with contextlib.suppress(OSError):
-            private.make(private.cache(CACHE))
-            with private.opened(private.cache(CACHE)) as folder:
+        with contextlib.suppress(OSError, UsageError):
+            private.make(cache := owners.cache(CACHE))
+            with private.opened(cache) as folder:
                 write_whole(bucket.key, bucket.bytecode_to_string(), folder)
 
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from orchestrate.clock import SYSTEM, Clock
-from orchestrate.files.folder import regular
+from orchestrate.files.folder import regular, replacing_links
 from orchestrate.files.lines import last
 from orchestrate.record.recorder import objects
 
@@ -32,7 +32,7 @@ class TimesWriter:
         """Continue the file, which need not exist."""
         self.path, self.clock, self.noted, self.last = path, clock, dict[int, int](), 0.0
         with contextlib.suppress(OSError):
-            self.size = os.stat(path).st_size
+            self.size = os.lstat(path).st_size
             return
         self.size = 0
 
@@ -43,7 +43,7 @@ class TimesWriter:
         if not grown or not interval or (self.clock.monotonic() < self.last + interval and not end):
             return
         line = json.dumps({"time": round(self.clock.time(), 2), "read": grown}).encode() + b"\n"
-        with open(self.path, "ab", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
+        with open(self.path, "ab", opener=replacing_links) as file:
             file.write(line)
         self.noted |= grown
         self.size, self.last = self.size + len(line), self.clock.monotonic()

@@ -47,3 +47,27 @@ def test_a_clone_that_contains_a_cluster_must_not_mount_anything_of_the_host(cli
     for project in (origin, clone):
         (project / "runs" / name / "sockets").unlink()
     cli.folder = clone.parent
+
+
+@pytest.mark.parametrize("command", ["resume", "resume --detach"])
+def test_links_that_a_pull_has_put_into_a_run_directory_must_not_be_written_through(cli, nothing_left, command):
+    """Upstream knows the name of the job: its script has sent it."""
+    (cli.folder / "fails.py").write_text(
+        "import os, sys\nprint('line', flush=True)\nsys.exit(os.environ['TORCHELASTIC_RESTART_COUNT'] == '0')\n"
+    )
+    options = ("--engine", "process", "--trainers", "0", "--gpus", "none", "--max-restarts", "0")
+    assert cli("run", *options, "--", "fails.py").returncode == 1
+    paths = JobPaths(cli.run_dir())
+    victims = cli.folder / "victims"
+    victims.mkdir()
+    # Those of plan.json, job.yaml, report.json and events.jsonl that are not its own are found by its record.
+    files = [paths.supervisor_log, paths.times, paths.orchestrate_log, paths.page, paths.copied, paths.usage]
+    files += [paths.patch, paths.usage_asked, paths.stacks, paths.stacks_asked, paths.debugged, paths.services_log]
+    for path in files:
+        (victims / path.name).write_text("mine")
+        path.unlink(missing_ok=True)
+        path.symlink_to(victims / path.name)
+    done = cli(*command.split(), paths.root.name)
+    assert done.returncode == 0, done.stderr
+    assert cli("wait", paths.root.name).returncode == 0
+    assert {path.name: path.read_text() for path in victims.iterdir()} == {path.name: "mine" for path in files}

@@ -23,7 +23,7 @@ from orchestrate.engines.node_clients import NodeClients
 from orchestrate.engines.ports import free_port
 from orchestrate.engines.slurm import addresses, image
 from orchestrate.errors import AllocationLost, EngineError
-from orchestrate.files.folder import regular
+from orchestrate.files.folder import regular, replacing_links
 from orchestrate.files.paths import NODE
 from orchestrate.host import slurm
 from orchestrate.node import protocol
@@ -97,7 +97,10 @@ class SlurmSession(ClientSession):
             self.relay = free_port()
             threading.Thread(target=relay, args=(self.key, self.relay), daemon=True).start()
         try:
-            self.paths.addresses.mkdir(mode=0o700, exist_ok=True)
+            for folder in (self.paths.addresses, Path(self.secrets)):
+                if folder.is_symlink():  # which came with a project
+                    folder.unlink()
+                folder.mkdir(mode=0o700, exist_ok=True)
             ours = {key: value for key, value in os.environ.items() if key in KEPT or not key.startswith("SLURM_")}
             env = ours | {"NODE_MODE": "agent", "NODE_KEY": self.key.hex(), "NODE_SOCKET": "", "NODE_LAUNCH": launch}
             env |= {"NODE_ADDRESSES": str(self.paths.addresses), "NODE_NAMES": " ".join(names)}
@@ -105,7 +108,7 @@ class SlurmSession(ClientSession):
             where = [f"--nodes={count}", f"--ntasks={count}", f"--nodelist={','.join(hosts[: len(names)])}"]
             node = [self.python, "-I", f"-Xutf8={sys.flags.utf8_mode}", str(NODE)]
             words = [*SRUN, *where, *image.before(self.spec, self.paths, self.workdir), *node]
-            with open(path := self.paths.root / "nodes.log", "ab", opener=_private) as log:
+            with open(path := self.paths.root / "nodes.log", "ab", opener=replacing_links) as log:
                 size = log.tell()
                 step = subprocess.Popen(words, env=env, cwd=self.workdir, stdout=subprocess.DEVNULL, stderr=log)
         except OSError as error:
@@ -257,10 +260,6 @@ class SlurmSession(ClientSession):
         """Build a request with the worker's environment, which its node adds to its own."""
         env = UNBUFFERED | worker.env | {"MASTER_ADDR": self.nodes[self.first].host}
         return protocol.Start([*command], env, inherit=True, cwd=self.workdir)
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW, 0o600)
 
 
 def _last_words(path: Path, start: int) -> str:

@@ -17,6 +17,7 @@ from support.pairs import pairs
 from orchestrate.cli import table
 from orchestrate.errors import UsageError
 from orchestrate.host import owners, users
+from orchestrate.host.writable import note
 from orchestrate.record.paths import JobPaths
 from orchestrate.record.run_dir import load
 from orchestrate.spec.spec import JobSpec
@@ -321,6 +322,19 @@ def test_a_cache_that_another_account_can_change_must_not_be_used(tmp_path, monk
     with pytest.raises(UsageError) as error:
         owners.cache("sources")
     assert error.value.hint.startswith("set XDG_CACHE_HOME to a folder")
+
+
+@pytest.mark.parametrize("mounted", ["scratch", "scratch/cache", "scratch/cache/orchestrate/sources"])
+def test_a_cache_that_a_job_could_have_filled_must_not_be_used(tmp_path, monkeypatch, mounted):
+    (tmp_path / "scratch" / "cache" / "orchestrate" / "sources").mkdir(parents=True)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "scratch" / "cache"))
+    assert owners.cache("sources") == tmp_path / "scratch" / "cache" / "orchestrate" / "sources"
+    note([tmp_path / mounted])
+    (tmp_path / "scratch").rename(tmp_path / "renamed")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "renamed" / "cache"))
+    with pytest.raises(UsageError, match="a job could put|could have been filled") as error:
+        owners.cache("sources")
+    assert error.value.hint.startswith("use one that is not below")
 
 
 def test_a_link_must_not_be_used_as_a_cache(tmp_path, monkeypatch, do):

@@ -9,7 +9,7 @@ from jinja2.bccache import bc_magic
 from support.commanded import Whole, create, supervise
 from support.optional import not_none
 
-from orchestrate.host import records
+from orchestrate.host import records, writable
 from orchestrate.pages.job import load
 from orchestrate.pages.page import MAX_VALUE, TEMPLATES, page
 from orchestrate.pages.spans import Moment, Span
@@ -76,3 +76,16 @@ def test_a_damaged_template_in_the_cache_must_be_compiled_again(failed, tmp_path
         path.write_bytes(path.read_bytes()[: path.stat().st_size // 2] if damaged == "cut" else damaged)
     not_none(TEMPLATES.cache).clear()
     assert page([failed], [""]) == whole
+
+
+def test_a_template_that_a_job_could_have_put_into_the_cache_must_not_be_executed(failed, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "scratch"))
+    not_none(TEMPLATES.cache).clear()
+    page([failed], [""])
+    kept = {path: path.stat() for path in (tmp_path / "scratch").rglob("*") if path.is_file()}
+    writable.note([tmp_path / "scratch"])
+    for path in kept:
+        path.write_bytes(bc_magic)
+    not_none(TEMPLATES.cache).clear()
+    page([failed], [""])
+    assert kept and all(path.read_bytes() == bc_magic for path in kept)  # neither read nor written
