@@ -1,7 +1,8 @@
 """Which jobs of this machine use its GPUs, or wait for them: files in a folder of each account, which all can read.
 
 A claim counts while the process that has made it lives and holds the lock of its file, so that a dead one needs no
-daemon to end it. Accounts that share GPUs can see and delay each other's jobs; no claim can do more.
+daemon to end it. Other accounts can only read the file, and so hold no lock that looks like that of a claim. Accounts
+that share GPUs can see and delay each other's jobs; no claim can do more.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import os
 import re
 import secrets
 import stat
+import struct
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -25,6 +27,7 @@ from typing import Any
 
 from orchestrate.dataclass import dataclass
 from orchestrate.host import owners, private
+from orchestrate.host.processes import started
 from orchestrate.node.trees import FOLDER
 
 log = logging.getLogger(__name__)
@@ -87,12 +90,14 @@ def users(job: str, claims: list[Claim] | None = None) -> dict[str, Claim]:
 
 
 def process(job: str) -> int:
-    """Return the process of this account that holds the claim of a job, as the kernel reports it; 0 if unknown."""
-    with contextlib.suppress(OSError, ValueError, IndexError), _own() as folder, open("/proc/locks") as locks:
-        files = [os.stat(name, dir_fd=folder) for name in os.listdir(folder) if name.startswith(f"{job}.")]
-        keys = [f"{os.major(file.st_dev):02x}:{os.minor(file.st_dev):02x}:{file.st_ino}" for file in files]
-        found = (line.split() for line in locks)  # proc(5): number, kind, mode, access, process, file, range
-        return next((int(fields[4]) for fields in found if fields[1] == "FLOCK" and fields[5] in keys), 0)
+    """Return the process of this account that has made the claim of a job; 0 if there is none."""
+    with contextlib.suppress(OSError), _own() as folder:
+        for name in os.listdir(folder):
+            with contextlib.suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
+                if name.startswith(f"{job}.") and (data := _content(name, folder, os.geteuid())[0]):
+                    pid, since = data["process"]
+                    if type(pid) is int and pid > 1 and since and started(pid) == since:
+                        return pid
     return 0
 
 
@@ -158,7 +163,8 @@ class Ticket:
     def _write(self, uses: tuple[str, ...], among: tuple[str, ...] = (), count: int = 0) -> None:
         if self.content == (uses, among, count):
             return
-        text = json.dumps({"job": self.job, "uses": uses, "among": among, "count": count}).encode()
+        known = {"job": self.job, "uses": uses, "among": among, "count": count}
+        text = json.dumps(known | {"process": (os.getpid(), started(os.getpid()))}).encode()
         try:
             if self.file < 0:
                 self._create(text)
@@ -172,11 +178,11 @@ class Ticket:
     def _create(self, text: bytes) -> None:
         self.name = f"{self.job}.{secrets.token_hex(4)}"
         with _own() as folder:
-            file = os.open(f".{self.name}", NEW, 0o644, dir_fd=folder)
+            file = os.open(f".{self.name}", NEW, 0o600, dir_fd=folder)
             try:
-                os.fchmod(file, 0o644)
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _lock(file, exclusive=True)
                 os.pwrite(file, text, 0)
+                os.fchmod(file, 0o644)
                 os.rename(f".{self.name}", self.name, src_dir_fd=folder, dst_dir_fd=folder)  # others see it locked
             except BaseException:
                 os.close(file)
@@ -234,24 +240,36 @@ def _deciding() -> Iterator[None]:
         os.close(folder)
 
 
-def _read(name: str, folder: int, uid: int) -> Claim | None:
-    """Read a claim; None for one whose process is gone, which is removed. Raises OSError, ValueError and the like."""
-    if name.startswith("."):
-        return None
+def _lock(file: int, exclusive: bool = False) -> None:
+    """Lock an open file, exclusively only if it is open for writing; raises OSError if another process has the lock."""
+    if not hasattr(fcntl, "F_OFD_SETLK"):
+        return fcntl.flock(file, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+    kind = fcntl.F_WRLCK if exclusive else fcntl.F_RDLCK
+    fcntl.fcntl(file, fcntl.F_OFD_SETLK, struct.pack("hhqqi4x", kind, os.SEEK_SET, 0, 0, 0))  # struct flock of Linux
+
+
+def _content(name: str, folder: int, uid: int) -> tuple[Any, os.stat_result | None]:
+    """Read the file of a claim; None for one whose process is gone, which is removed. Raises OSError, ValueError."""
     file = os.open(name, READ, dir_fd=folder)
     try:
         status = os.fstat(file)
         if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_SIZE or status.st_uid != uid:
-            return None
+            return None, None
         try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            _lock(file)
         except BlockingIOError:
-            return _claim(json.loads(os.pread(file, MAX_SIZE, 0)), status)
+            return json.loads(os.pread(file, MAX_SIZE, 0)), status
         if uid == os.geteuid():
             os.unlink(name, dir_fd=folder)
-        return None
+        return None, None
     finally:
         os.close(file)
+
+
+def _read(name: str, folder: int, uid: int) -> Claim | None:
+    """Read a claim; None for one whose process is gone, which is removed. Raises OSError, ValueError and the like."""
+    data, status = (None, None) if name.startswith(".") else _content(name, folder, uid)
+    return _claim(data, status) if data and status else None
 
 
 def _claim(data: dict[str, Any], status: os.stat_result) -> Claim:

@@ -7,15 +7,14 @@ import fcntl
 import os
 import signal
 import struct
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import BinaryIO
 
 from orchestrate.dataclass import dataclass
 from orchestrate.host import slurm
+from orchestrate.host.processes import started
 from orchestrate.record import batch
 from orchestrate.record.batch import Batch
 from orchestrate.record.paths import JobPaths
@@ -50,7 +49,7 @@ class Supervisor:
                 return True
             process = os.pidfd_open(self.pid)
             try:
-                if _started(self.pid) == self.started:
+                if started(self.pid) == self.started:
                     signal.pidfd_send_signal(process, signal.SIGTERM)
                     signal.pidfd_send_signal(process, signal.SIGCONT)
                     return True
@@ -75,7 +74,7 @@ def held(paths: JobPaths, supervises: bool = True) -> Iterator[None]:
             yield
             return
         try:
-            file.write(f"{os.getpid()} {_started(os.getpid())}".encode())
+            file.write(f"{os.getpid()} {started(os.getpid())}".encode())
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(paths.lock)) from None
         yield
@@ -101,11 +100,11 @@ def holder(paths: JobPaths) -> Supervisor | None:
             pid = _lock_owner(file)
             if pid is None:
                 return None
-            number, _, started = file.read(100).decode(errors="replace").partition(" ")
+            number, _, since = file.read(100).decode(errors="replace").partition(" ")
     except OSError:  # missing, or of another user and not readable
         return None
-    proven = pid > 1 and number == str(pid) and started and _started(pid) == started
-    return Supervisor(pid if proven else 0, started)
+    proven = pid > 1 and number == str(pid) and since and started(pid) == since
+    return Supervisor(pid if proven else 0, since)
 
 
 def _lock_owner(file: BinaryIO) -> int | None:
@@ -114,17 +113,3 @@ def _lock_owner(file: BinaryIO) -> int | None:
     answer = struct.unpack(_FLOCK, fcntl.fcntl(file, fcntl.F_GETLK, struct.pack(_FLOCK, *values)))
     kind = answer[0] if _PID == 4 else answer[3]
     return None if kind == fcntl.F_UNLCK else int(answer[_PID])
-
-
-def _started(pid: int) -> str:
-    """Return the start time of a process of this user, in the system's format; empty if gone or another user's."""
-    try:
-        if sys.platform == "linux":
-            path = Path(f"/proc/{pid}")
-            if path.stat().st_uid != os.geteuid():
-                return ""
-            return path.joinpath("stat").read_text().rpartition(")")[2].split()[19]  # field 22 of proc(5)
-        found = subprocess.run(["ps", "-o", "lstart=", "-p", str(pid), "-U", str(os.geteuid())], capture_output=True)
-        return found.stdout.decode().strip()
-    except (OSError, IndexError):
-        return ""

@@ -62,6 +62,27 @@ def test_a_claim_must_count_while_its_process_lives(folder):
         assert os.listdir(folder) == []  # what the dead one has left is removed
 
 
+def test_a_lock_of_another_account_must_not_keep_the_claim_of_a_dead_process(folder):
+    with other("a-1", "GPU-1") as process:
+        assert claims.process("a-1") == process.pid
+        (path,) = folder.iterdir()
+        with path.open("rb") as file:  # other accounts cannot open it for writing
+            process.kill()
+            process.wait()
+            fcntl.flock(file, fcntl.LOCK_EX)
+            assert not found() and not claims.process("a-1")
+
+
+def test_a_process_that_has_got_the_id_of_a_dead_one_must_not_be_taken_for_it(folder):
+    with Ticket("a-1") as ticket:
+        ticket.take(("GPU-1",))
+        (path,) = folder.iterdir()
+        assert claims.process("a-1") == os.getpid() and path.stat().st_mode & 0o777 == 0o644
+        known = json.loads(path.read_text())
+        path.write_text(json.dumps(known | {"process": [os.getpid(), "1"]}))
+        assert [claim.job for claim in found()] == ["a-1"] and not claims.process("a-1")
+
+
 def test_a_claim_must_end_with_its_ticket(folder):
     with Ticket("a-1") as ticket:
         assert not os.path.lexists(folder)  # nothing is written for a job without GPUs
@@ -154,8 +175,8 @@ def test_files_that_are_no_claims_must_be_ignored(folder, text):
     with Ticket("a-1") as ticket:
         ticket.take(("GPU-2",))
         (folder / "x").write_bytes(text)
-        with (folder / "x").open() as locked:
-            fcntl.flock(locked, fcntl.LOCK_EX)
+        with (folder / "x").open("r+b") as locked:
+            fcntl.lockf(locked, fcntl.LOCK_EX)
             assert [claim.job for claim in found()] == ["a-1"]
 
 

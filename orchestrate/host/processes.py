@@ -1,0 +1,22 @@
+"""Processes of this machine, by their id and the time at which they started: an id may be used again."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+
+def started(pid: int) -> str:
+    """Return the start time of a process of this user, in the system's format; empty if gone or another user's."""
+    try:
+        if sys.platform == "linux":
+            path = Path(f"/proc/{pid}")
+            if path.stat().st_uid != os.geteuid():
+                return ""
+            return path.joinpath("stat").read_text().rpartition(")")[2].split()[19]  # field 22 of proc(5)
+        found = subprocess.run(["ps", "-o", "lstart=", "-p", str(pid), "-U", str(os.geteuid())], capture_output=True)
+        return found.stdout.decode().strip()
+    except (OSError, IndexError):
+        return ""
