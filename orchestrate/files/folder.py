@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from orchestrate.dataclass import dataclass
-from orchestrate.node.trees import FOLDER, clear, opened, set_mode
+from orchestrate.node.trees import FOLDER, allow_moves, clear, opened, set_mode
 
 MAX_DEPTH = 32  # nested folders that are searched
 MAX_FILE = 64 << 20  # bytes of a file to read
@@ -303,6 +303,7 @@ def walk_in(name: str, parent: int) -> Iterator[tuple[str, list[str], list[str],
 
     grant_access(name, parent)
     top = os.open(name, FOLDER, dir_fd=parent)
+    allow_moves(top)
     try:
         yield from below(".", top, 0)
         while done < moved:

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import stat
+import struct
 import sys
 from collections.abc import Collection, Iterator
 from itertools import islice
 from typing import BinaryIO
 
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+GET_PROJECT, SET_PROJECT = 0x801C581F, 0x401C5820  # FS_IOC_FSGETXATTR and FS_IOC_FSSETXATTR of linux/fs.h
+PROJECT_INHERIT = 0x200  # FS_XFLAG_PROJINHERIT
+_PROJECT = struct.Struct("5I8s")  # struct fsxattr: the first number has the flags
 BATCH = 1000  # names of a folder that are in memory: a job can create millions
 
 
@@ -95,6 +100,7 @@ def clear(folder: str, keep: Collection[str] = ()) -> list[str]:
     Raises OSError if it is not a folder, or cannot be read.
     """
     top = _folder(folder, None)
+    allow_moves(top)
     kept, left = {*keep}, list[str]()
     try:
         while True:
@@ -143,6 +149,16 @@ def remove(top: int, name: str) -> list[str]:
         with contextlib.suppress(OSError):  # something in it is left
             os.rmdir(name, dir_fd=top)
     return left
+
+
+def allow_moves(folder: int) -> None:
+    """Let folders be moved into this one: the kernel refuses it after a job has made its files inherit a project."""
+    if sys.platform != "linux":
+        return
+    with contextlib.suppress(OSError):  # not every file system has projects
+        flags, *rest = _PROJECT.unpack(fcntl.ioctl(folder, GET_PROJECT, bytes(_PROJECT.size)))
+        if flags & PROJECT_INHERIT:
+            fcntl.ioctl(folder, SET_PROJECT, _PROJECT.pack(flags & ~PROJECT_INHERIT, *rest))
 
 
 def set_mode(name: str, folder: int | None, mode: int) -> None:
