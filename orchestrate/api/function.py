@@ -24,6 +24,7 @@ SETTINGS = {*FIELDS, "nodes"}
 MODULES = "define a function in a module, for example functions.py, and import it from there"
 MAX_VALUE = 8 << 20  # bytes of a rank's value, without tensors
 MOST_DIMENSIONS = 64  # as in torch's own iterators
+MOST_BYTES = 4 << 30  # of the tensors of all ranks
 MAX_ITEMS, MOST_ITEMS = 200_000, 1_000_000  # values of a rank, and of all ranks
 
 
@@ -96,11 +97,11 @@ def values(folder: Folder, world_size: int) -> list[Any]:
 
     Nothing of it is executed: it is JSON, and the bytes of tensors.
     """
-    most = min(MAX_ITEMS, MOST_ITEMS // world_size)
-    return [_value(folder, rank, most) for rank in range(world_size)]
+    most, room = min(MAX_ITEMS, MOST_ITEMS // world_size), [MOST_BYTES]
+    return [_value(folder, rank, most, room) for rank in range(world_size)]
 
 
-def _value(folder: Folder, rank: int, most: int) -> Any:
+def _value(folder: Folder, rank: int, most: int, room: list[int]) -> Any:
     try:
         with folder.open(f"values/rank-{rank}.json") as file:
             text = file.read(MAX_VALUE + 1)
@@ -109,7 +110,7 @@ def _value(folder: Folder, rank: int, most: int) -> Any:
         checks.limit_values(text, most)
         found = json.loads(text)
         value, head = found["value"], found["tensors"]
-        return _with_tensors(value, head, folder, rank) if head else value
+        return _with_tensors(value, head, folder, rank, room) if head else value
     except FileNotFoundError:
         return None
     except (OSError, ValueError, LookupError, TypeError, RuntimeError) as error:  # the last by torch, for odd shapes
@@ -117,8 +118,8 @@ def _value(folder: Folder, rank: int, most: int) -> Any:
         raise OrchestrateError(f"what rank {rank} returned cannot be read: {error}", hint) from None
 
 
-def _with_tensors(value: Any, head: list[Any], folder: Folder, rank: int) -> Any:
-    """Put the tensors of a value in their places."""
+def _with_tensors(value: Any, head: list[Any], folder: Folder, rank: int, room: list[int]) -> Any:
+    """Put the tensors of a value in their places; `room` has the bytes that are left for them and those of others."""
     try:
         import torch  # only here: most jobs return none
     except ModuleNotFoundError:
@@ -128,6 +129,9 @@ def _with_tensors(value: Any, head: list[Any], folder: Folder, rank: int) -> Any
     with folder.open(f"values/rank-{rank}.bin") as file:
         if (size := os.fstat(file.fileno()).st_size) > MAX_BYTES:  # also of a file with holes
             raise ValueError(f"it has more than {MAX_BYTES >> 30} GiB of tensors")
+        room[0] -= size
+        if room[0] < 0:
+            raise ValueError(f"all ranks have more than {MOST_BYTES >> 30} GiB of tensors")
         data = bytearray(size)
         if os.preadv(file.fileno(), [data], 0) != size:
             raise ValueError("a tensor is incomplete")

@@ -23,6 +23,7 @@ from orchestrate.node import trees
 
 MAX_FILE = 64 << 20  # bytes of a file that is copied
 MAX_BYTES, MAX_FILES = 512 << 20, 10_000  # bytes and files that are copied; either takes half a second
+MAX_FOLDERS, MAX_DEPTH = 10_000, 60  # folders that are copied, and how deep: each is opened from the top
 LINKED = "node_modules"  # a folder with many files that training does not change
 VENV = "pyvenv.cfg"  # a file in every virtual environment
 PIECE = 1 << 20  # bytes per read
@@ -52,6 +53,7 @@ class Copy:
     # Paths that nodes cannot read, neither as a copy; for each, what is closed: folders above it, or itself.
     unreadable: dict[str, list[str]] = field(default_factory=dict)
     files: int = 0  # copied so far
+    folders: int = 0
     bytes: int = 0
     links: int = 0
 
@@ -77,9 +79,10 @@ class Copy:
                     raise EngineError(f"the code folder {self.code} cannot be read: {error.strerror}") from None
             if path and entries and is_run(entry.name for entry in entries):
                 return []  # it has the files of another job, which may be large
-            if entries is None or (path and not self._fits(entries)):
+            if entries is None or (path and not self._fits(path, entries)):
                 self._link(path, needed=not (entries and _is_venv(entries)))
                 return []
+            self.folders += 1
             there = stack.enter_context(self._folder(path))
             for entry in sorted(entries, key=lambda entry: entry.name) if there else ():
                 if self.stopped():
@@ -93,9 +96,10 @@ class Copy:
                     self._copy(entry, name, source, there)
         return found
 
-    def _fits(self, entries: list[os.DirEntry[str]]) -> bool:
-        """Whether to copy a folder: it is not too large, and no virtual environment."""
-        return len(entries) <= MAX_FILES - self.files and self.bytes < MAX_BYTES and not _is_venv(entries)
+    def _fits(self, path: str, entries: list[os.DirEntry[str]]) -> bool:
+        """Whether to copy a folder: it is not too large or too deep, and no virtual environment."""
+        small = len(entries) <= MAX_FILES - self.files and self.bytes < MAX_BYTES and self.folders < MAX_FOLDERS
+        return small and path.count("/") < MAX_DEPTH and not _is_venv(entries)
 
     @contextlib.contextmanager
     def _folder(self, path: str) -> Iterator[int]:

@@ -102,6 +102,8 @@ def checked(line: str) -> str:
             raise ValueError(f"{option} is not supported")
         if option in LOCATIONS and not REMOTE.match(rest):
             raise ValueError(f"{line} names a local folder, which nodes do not have")
+        if any(word.startswith("-") for word in line.split()[1:]):
+            raise ValueError("a line has one option: write each on its own line")
     elif FILE.match(line) or LOCAL.match(line) and not REMOTE.match(line):
         raise ValueError(f"{line.split()[0]} {LOCALLY}")
     if is_secret("", VARIABLE.sub("", line)):

@@ -18,7 +18,7 @@ MAX_NAMES = 32 << 20  # bytes that the paths of a tree take in memory
 MAX_PATH = 4000  # bytes of a path, so that it can be fetched into another folder: Linux opens up to 4,095
 MAX_SIZE = 256 << 30  # bytes of a file: its parts, of which several are in memory, take up to 30 MB
 MAX_TIME = (1 << 63) - 1  # nanoseconds since 1970 that a manifest can have, until 2262: ext4 has dates until 2446
-HOLLOW = 1 << 30  # bytes from which on a file must not be sparse: a job can make one of any size, in no time
+HOLLOW = 1 << 30  # bytes that sparse files may have, one or all of a tree: a job can make any, in no time
 SPARSE = 8  # times the size on the disk, which may compress files
 GONE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EINVAL)  # removed, or replaced by a link or a special file
 
@@ -45,6 +45,7 @@ class Scan:
 
     files: dict[str, Facts] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
+    sparse: int = 0  # bytes of sparse files among them, with their holes
 
 
 def scan(folder: Folder, below: str) -> Scan:
@@ -74,9 +75,9 @@ def scan(folder: Folder, below: str) -> Scan:
     return found
 
 
-def is_sparse(status: os.stat_result) -> bool:
-    """Whether a file is large, and has much less content than its size."""
-    return status.st_size > max(HOLLOW, SPARSE * 512 * status.st_blocks)
+def is_sparse(status: os.stat_result, others: int = 0) -> bool:
+    """Whether a file has much less content than its size, and is large, with `others` bytes of such files."""
+    return status.st_size > SPARSE * 512 * status.st_blocks and status.st_size + others > HOLLOW
 
 
 def _take(entry: os.DirEntry[str], path: str, found: Scan, pending: list[str]) -> None:
@@ -99,7 +100,8 @@ def _take(entry: os.DirEntry[str], path: str, found: Scan, pending: list[str]) -
         found.skipped[shown(path)] = f"its path is longer than {MAX_PATH:,} bytes"
     elif status.st_size > MAX_SIZE:
         found.skipped[shown(path)] = f"larger than {MAX_SIZE >> 30} GiB"
-    elif is_sparse(status):
+    elif is_sparse(status, found.sparse):
         found.skipped[shown(path)] = "a sparse file, which has much less content than its size"
     else:
+        found.sparse += status.st_size * (status.st_size > SPARSE * 512 * status.st_blocks)
         found.files[path] = Facts.of(status)

@@ -19,8 +19,10 @@ from orchestrate.files.paths import NAME, is_text
 JOB, RUN, OWNER = "orchestrate.job", "orchestrate.run", "orchestrate.owner"  # of nodes, networks, services, secrets
 ROLE = "orchestrate.role"  # of containers of a service: master or trainer
 GUARD, RELAY = "orchestrate.guard", "orchestrate.relay"  # of helper containers
+LOOK = "orchestrate.look"  # of containers that look into an image: the user id of the account
 SERVICES = "orchestrate.services"  # of containers of the user's own Compose file
 ROLES = ("master", "trainer")
+LOOK_NAME = re.compile("orchestrate-look-[0-9a-f]{16}")
 _COMPOSE = "com.docker.compose."
 
 
@@ -32,7 +34,7 @@ class Container(Protocol):
 
 def only(labels: Mapping[str, str]) -> dict[str, str]:
     """Return labels for a container; all our other labels are set to empty, so that an image cannot set them."""
-    return dict.fromkeys((JOB, RUN, OWNER, ROLE, GUARD, RELAY, SERVICES), "") | dict(labels)
+    return dict.fromkeys((JOB, RUN, OWNER, ROLE, GUARD, RELAY, LOOK, SERVICES), "") | dict(labels)
 
 
 def job(labels: Mapping[str, str], engine: str) -> JobState | None:
@@ -106,6 +108,11 @@ def helps(container: Container, kind: str, job_id: str) -> bool:
     return _labels(container).get(kind) == job_id and any(
         found == name or found.startswith(f"{name}-") for found in _names(container)
     )
+
+
+def looks(container: Container, owner: int) -> bool:
+    """Whether a container was to look into an image, for an account."""
+    return _labels(container).get(LOOK) == str(owner) and any(map(LOOK_NAME.fullmatch, _names(container)))
 
 
 def _labels(container: Container) -> dict[str, str]:

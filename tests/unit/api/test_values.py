@@ -7,6 +7,7 @@ import struct
 import pytest
 import torch
 
+from orchestrate.api import function
 from orchestrate.api.function import values
 from orchestrate.errors import OrchestrateError
 from orchestrate.files.folder import Folder
@@ -102,3 +103,13 @@ def test_a_value_that_is_too_large_must_be_refused(folder):
         file.truncate(1 << 40)
     with pytest.raises(OrchestrateError, match="it has more than 8 MiB"):
         values(folder, 1)
+
+
+def test_the_tensors_of_all_ranks_must_be_limited(folder, monkeypatch):
+    monkeypatch.setattr(function, "MOST_BYTES", 20)
+    for rank in range(3):
+        (folder.path / "values" / f"rank-{rank}.json").write_text(tensors(None, [[], "uint8", [8], 0]))
+        (folder.path / "values" / f"rank-{rank}.bin").write_bytes(bytes(8))
+    with pytest.raises(OrchestrateError, match="what rank 2 returned cannot be read: all ranks have more than"):
+        values(folder, 3)
+    assert len(values(folder, 2)) == 2

@@ -93,7 +93,9 @@ def test_gpus_must_be_listed_in_a_container_of_the_image_which_is_then_removed(a
     _, body = answers.query_of("POST /containers/create")
     assert body["Image"] == "mine:1"
     assert (body["Entrypoint"], body["Cmd"]) == (["sh"], ["-c", "nvidia-smi -L; nvidia-smi -q -x"])
-    assert body["Labels"] == labels.only({"orchestrate.run": str(tmp_path / "run")})
+    assert body["Labels"] == labels.only(
+        {"orchestrate.run": str(tmp_path / "run"), "orchestrate.look": str(os.geteuid())}
+    )
     assert body["Healthcheck"]["Test"] == ["NONE"]
     assert set(body["Env"]) == {"NVIDIA_VISIBLE_DEVICES=all", "NVIDIA_DRIVER_CAPABILITIES=compute,utility"}
     host = body["HostConfig"]

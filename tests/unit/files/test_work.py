@@ -197,6 +197,19 @@ def test_files_and_folders_over_the_limits_must_become_links(tree, monkeypatch):
     assert tree.tidy() == ([], True)
 
 
+def test_many_folders_and_deep_ones_must_become_links(tree, monkeypatch):
+    """Each costs a start as much as a file, and a deep one as much as many."""
+    monkeypatch.setattr(work, "MAX_DEPTH", 3)
+    (tree.code / "a" / "b" / "c" / "d" / "e").mkdir(parents=True)
+    tree.copy()
+    assert tree.found() == {"a/b/c/d": "-> /workspace/a/b/c/d"}
+    monkeypatch.setattr(work, "MAX_FOLDERS", 8)
+    for number in range(20):
+        (tree.code / "wide" / f"x{number}").mkdir(parents=True)
+    assert tree.copy().folders == 8
+    assert tree.found().items() >= {"wide/x19": "-> /workspace/wide/x19"}.items()
+
+
 def test_files_that_exist_must_be_kept(tree):
     tree.write("a/train.py")
     tree.write("a/new.py")

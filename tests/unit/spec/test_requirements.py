@@ -53,6 +53,8 @@ def test_a_file_must_be_read_with_the_files_that_it_includes(tmp_path):
         ("~/a", "r.txt:1: ~/a installs from a local folder"),
         ("--find-links wheels", "r.txt:1: --find-links wheels names a local folder, which nodes do not have"),
         ("-c constraints.txt", "r.txt:1: -c is not supported"),
+        ("--only-binary :all: -r /etc/passwd", "r.txt:1: a line has one option"),
+        ("--pre -e .", "r.txt:1: a line has one option"),
         ("numpy\n--index-url https://me:hunter22@example.org/simple", "r.txt:2: a URL contains a password"),
         ("https://ghp_0123456789abcdefghij@example.org/a.zip", "r.txt:1: a URL contains a password"),
         ("-r r.txt\n-e .", "r.txt:2: -e installs from a local folder"),

@@ -206,6 +206,10 @@ def test_files_that_would_take_a_store_too_much_must_be_reported(store, saved):
     mirror, sparse = saved.copy(store), "a sparse file, which has much less content than its size"
     assert sorted(mirror.state.skipped) == ["'huge': larger than 256 GiB", f"'sparse': {sparse}"]
     assert mirror.state.files == 1
+    for number in range(9):
+        os.truncate(saved.write(f"hollow-{number}", b""), 200 << 20)
+    mirror = saved.copy(store)
+    assert len(mirror.state.skipped) == 6 and mirror.state.files == 5  # these of them have 1,000 MiB
 
 
 @pytest.mark.parametrize("name", ["x" * 255, "ü" * 127, "a=sha256-" + "0" * 64, "#1", "\\", "..a", "%2e%2e", " "])

@@ -85,7 +85,7 @@ def test_a_container_with_a_nodes_labels_but_another_name_must_be_ignored(job, n
 
 
 def test_a_helper_must_inherit_none_of_our_labels_from_its_image():
-    others = [f"orchestrate.{name}" for name in ("job", "owner", "role", "guard", "relay", "services")]
+    others = [f"orchestrate.{name}" for name in ("job", "owner", "role", "guard", "relay", "look", "services")]
     assert labels.only({"orchestrate.run": "/r"}) == {**dict.fromkeys(others, ""), "orchestrate.run": "/r"}
 
 
