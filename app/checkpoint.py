@@ -11,7 +11,9 @@ the machine dies, the newest folder whose manifest matches its files is a valid 
 import contextlib
 import hashlib
 import json
+import math
 import os
+import re
 import shutil
 import threading
 from collections.abc import Callable
@@ -22,6 +24,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
+STEP = re.compile("step-[0-9]{1,18}")
 MAX_FAILED_SAVES = 3  # in a row, on a full disk for example, before training ends
 _PIECE = 1 << 20  # bytes
 
@@ -95,7 +98,7 @@ class Checkpoints:
 
     def _folders(self) -> list[Path]:
         """The folders of checkpoints by step, valid or not."""
-        found = [path for path in self.folder.glob("step-*") if path.name[5:].isdigit() and not path.is_symlink()]
+        found = [path for path in self.folder.glob("step-*") if STEP.fullmatch(path.name) and not path.is_symlink()]
         return sorted(found, key=lambda path: int(path.name[5:]))
 
     def _write(self, state: dict[str, Any], step: int, facts: dict[str, Any]) -> None:
@@ -179,10 +182,15 @@ def load(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def read_manifest(path: Path) -> dict[str, Any]:
     """The manifest in a checkpoint folder; raises ValueError or OSError if it is damaged."""
-    manifest = json.loads((path / "manifest.json").read_text())
-    if not isinstance(manifest, dict) or manifest.pop("sha256", None) != _digest(manifest):
+    try:
+        manifest = json.loads((path / "manifest.json").read_text())
+        whole = manifest.pop("sha256") == _digest(manifest) and type(manifest["step"]) is int
+        whole = whole and (manifest.get("score") is None or math.isfinite(manifest["score"]))
+    except (AttributeError, LookupError, TypeError, RecursionError, OverflowError):
+        whole = False
+    if not whole:
         raise ValueError(f"{path}/manifest.json is damaged")
-    return manifest
+    return dict(manifest)
 
 
 def _digest(manifest: dict[str, Any]) -> str:

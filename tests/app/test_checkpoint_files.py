@@ -1,5 +1,7 @@
 """Files that saves leave on disk, whatever was there before and whatever interrupts them."""
 
+import hashlib
+import json
 import os
 import resource
 import shutil
@@ -74,7 +76,20 @@ def test_tensors_of_the_same_name_must_be_kept_apart_even_if_shape_or_type_chang
             assert torch.equal(tensor, two) and tensor.dtype == dtype
 
 
-@pytest.mark.parametrize("content", ["[]", "3", "", "{", '{"step": 2}', '{"step": 2, "sha256": null}'])
+def signed(**manifest) -> str:
+    """A manifest with the right SHA-256, which anyone can compute."""
+    text = json.dumps(manifest, sort_keys=True)
+    return json.dumps({**manifest, "sha256": hashlib.sha256(text.encode()).hexdigest()})
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *("[]", "3", "", "{", '{"step": 2}', '{"step": 2, "sha256": null}', "[" * 200_000),
+        *(signed(step="x"), signed(score=1.0), signed(step=True), signed(step=2, score="z")),
+        *(signed(step=2, score=float("nan")), signed(step=2, score=1 << 5000)),
+    ],
+)
 def test_an_invalid_manifest_must_be_skipped_and_left_in_place(tmp_path, content):
     store = saved(tmp_path, None, None, None)
     path = tmp_path / "step-00000002" / "manifest.json"
@@ -89,7 +104,7 @@ def test_an_invalid_manifest_must_be_skipped_and_left_in_place(tmp_path, content
 def test_only_folders_named_after_a_step_must_count_as_checkpoints(tmp_path):
     store = saved(tmp_path, None)
     (tmp_path / "step-00000009").symlink_to("step-00000001")
-    for name in ("step-x", "step-", "other"):
+    for name in ("step-x", "step-", "step-²", f"step-{'9' * 5000}"[:200], "other"):
         shutil.copytree(store.path(1), tmp_path / name)
     assert [path.name for path, _ in store.all()] == ["step-00000001"]
 
