@@ -20,6 +20,7 @@ from orchestrate.supervise.stacks import Position, grouped, position
 PHASES, OUTCOMES = ("setup", "call", "teardown"), ("passed", "failed", "skipped")
 MAX_WARNINGS = 100  # of a test on one rank
 MAX_DEPTH = 50  # of lists and dictionaries in a result; a worker of xdist sends it on
+MAX_LINES = 2000  # of an error, for pytest to color
 MAX_TEXT = 200  # characters that are shown of another rank's error
 ADDRESS = re.compile(r" ?(?:\[[0-9a-f.:]+\]|(?:[0-9]+\.){3}[0-9]+):[0-9]+")  # of a peer, which differs among ranks
 STREAMS = ("Captured stdout", "Captured stderr")
@@ -55,7 +56,7 @@ class Ran(NamedTuple):
 def read(data: Any, load: Callable[[Any], Any]) -> Ran:
     """Return what a rank has written; raises ValueError if it is something else."""
     try:
-        found = [_checked(load(each)) for each in _cleaned(data["reports"])]
+        found = [_checked(_lines(each["longrepr"]), load(each)) for each in _cleaned(data["reports"])]
         phases, error = dict[str, pytest.TestReport](), _cleaned("\n".join(map(str, data["errors"][:1])))
         for each in found:
             if each.when not in phases or not phases[each.when].failed:  # a failed subtest is one of several reports
@@ -83,8 +84,19 @@ def _cleaned(value: Any, depth: int = 0) -> Any:
     return [_cleaned(each, depth + 1) for each in value] if isinstance(value, list) else value
 
 
-def _checked(report: Any) -> pytest.TestReport:
-    """Check the fields of a report that pytest uses without a check; raises some exception."""
+def _lines(value: Any) -> int:
+    """Return the number of lines in all texts of a value."""
+    if isinstance(value, str):
+        return value.count("\n") + 1
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return sum(map(_lines, inner))
+
+
+def _checked(lines: int, report: Any) -> pytest.TestReport:
+    """Check the fields of a report that pytest uses without a check; raises some exception.
+
+    `lines` is the number of those of its error.
+    """
     assert isinstance(report, pytest.TestReport) and report.when in PHASES and report.outcome in OUTCOMES
     for name in [name for name in vars(report) if callable(getattr(type(report), name, None))]:
         delattr(report, name)  # it would replace a method
@@ -104,7 +116,10 @@ def _checked(report: Any) -> pytest.TestReport:
         report.longrepr = "no message"
     if crash := getattr(report.longrepr, "reprcrash", None):
         crash.message = str(crash.message)
-    assert isinstance(report.longreprtext, str)  # it can be shown
+    text = report.longreprtext
+    assert isinstance(text, str)  # it can be shown
+    if lines > MAX_LINES:  # pytest takes quadratic time to color some
+        report.longrepr = Explanation(text, crash)
     return report
 
 
@@ -239,8 +254,8 @@ def _printed(output: Mapping[int, str]) -> list[tuple[str, str]]:
 class Explanation(TerminalRepr):
     """Why a test has no result of its own, with one line of it for pytest's summary."""
 
-    def __init__(self, item: pytest.Item, text: str, line: str) -> None:
-        self.text, self.reprcrash = text, ReprFileLocation(str(item.path), item.location[1] or 0, line)
+    def __init__(self, text: str, crash: ReprFileLocation | None) -> None:
+        self.text, self.reprcrash = text, crash
 
     def toterminal(self, tw: TerminalWriter) -> None:
         """Print the text."""
@@ -255,8 +270,8 @@ def unfinished(
 
     `output` is what ranks have printed; `line` is for pytest's summary, by default the first one of the text.
     """
-    sections = _printed(output)
-    made = []
+    sections, made = _printed(output), []
+    crash = ReprFileLocation(str(item.path), item.location[1] or 0, line or text.partition("\n")[0])
     for phase in PHASES:
         failed = phase == when
         if failed or when == "call":
@@ -266,7 +281,7 @@ def unfinished(
                     item.location,
                     dict.fromkeys(item.keywords, 1),
                     "failed" if failed else "passed",
-                    Explanation(item, text, line or text.partition("\n")[0]) if failed else None,
+                    Explanation(text, crash) if failed else None,
                     phase,  # type: ignore[arg-type]
                     sections if failed else (),
                 )

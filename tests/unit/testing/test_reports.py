@@ -1,13 +1,16 @@
 """Results of ranks are data of other processes: whatever is in them must be a report, or refused."""
 
+import io
 import json
 import os
 import re
 import subprocess
 import sys
 import warnings
+from typing import Any
 
 import pytest
+from _pytest._io import TerminalWriter
 from support.optional import not_none
 from support.repo import ROOT
 
@@ -116,6 +119,23 @@ def test_pytest_must_be_able_to_show_what_a_rank_reports_or_it_must_be_refused(t
     assert done.returncode == 1 and not done.stderr, done.stdout + done.stderr
     passed, skipped = (int(not_none(re.search(rf"(\d+) {word}", done.stdout))[1]) for word in ("passed", "skipped"))
     assert passed >= 5 and skipped >= 5 and "AssertionError" not in done.stdout
+
+
+class Colored(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("lines", [["     "] * 20_000, ["     \n" * 20_000]])
+def test_an_error_that_takes_long_to_color_must_be_shown_without_colors(lines):
+    (found,) = reports.read(
+        GOOD | {"reports": [REPORT | {"longrepr": long_text(lines=lines)}]}, loaded
+    ).reports.values()
+    writer = TerminalWriter(Colored())
+    writer.hasmarkup = True
+    error: Any = found.longrepr
+    error.toterminal(writer)  # which would take minutes
+    assert error.reprcrash.message == "assert x" and "t.py:1: assert x" in found.longreprtext
 
 
 def test_the_name_and_place_of_a_test_must_not_be_what_a_rank_says(request):
