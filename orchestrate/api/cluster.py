@@ -18,8 +18,10 @@ from orchestrate.dataclass import dataclass
 from orchestrate.engines.base import SWARMS, Engine, Session
 from orchestrate.engines.ports import port
 from orchestrate.errors import OrchestrateError, UsageError
+from orchestrate.files.folder import content, write_whole
 from orchestrate.files.paths import NODES
 from orchestrate.host import records, users
+from orchestrate.host.processes import started
 from orchestrate.plan.plan import Inventory, Placement, Plan, names, plan, pluralize
 from orchestrate.record import lock, run_dir
 from orchestrate.record.paths import JobPaths
@@ -32,6 +34,7 @@ FIXED_KEYS = (
     *("memory", "cpus", "shm_size", "network", "isolated", "host_access", "grace", *SWARMS),
 )
 
+ABANDONED_AFTER = 60.0  # seconds after the end of the nodes of a cluster
 IMPORT_TIMEOUT = 120.0  # seconds for the nodes of a cluster to import packages; torch takes 2 to 20
 
 
@@ -133,6 +136,20 @@ class Cluster:
             return None
         return keep - (time.time() - self.paths.nodes.stat().st_mtime)  # the end of the last job changes the folder
 
+    @property
+    def abandoned(self) -> bool:
+        """Whether its nodes have ended by themselves, and nothing will remove it: its program was killed."""
+        try:
+            left = self.seconds_left()
+            if left is None or left > -ABANDONED_AFTER or self.user():
+                return False
+            if not self.private:
+                return not self.jobs()
+            pid, _, since = content(self.paths.private).partition(" ")
+            return started(int(pid)) != since
+        except (OSError, ValueError):
+            return False
+
 
 def found(runs: Path) -> list[Cluster]:
     """Return the clusters whose files are in `runs`."""
@@ -154,6 +171,19 @@ def elsewhere(engine: Engine, runs: Path) -> list[Cluster]:
             with contextlib.suppress(UsageError):  # another account's
                 clusters.append(Cluster(state.paths, *run_dir.load(state.paths)))
     return clusters
+
+
+def remove_abandoned(engine: Engine, clusters: list[Cluster]) -> list[Cluster]:
+    """Remove those of the engine that killed programs have left, since each holds a network; return the others."""
+    kept = []
+    for each in clusters:
+        if each.plan.engine == engine.name and each.abandoned:
+            with contextlib.suppress(OrchestrateError):
+                take_down(engine, each, 0)
+                print_message(f"{each.name} removed, which a killed program had left")
+        else:
+            kept.append(each)
+    return kept
 
 
 def bring_up(
@@ -196,11 +226,13 @@ def start(engine: Engine, spec: JobSpec, runs: Path, private: bool = False) -> t
     if spec.engine == "slurm":
         raise UsageError("nodes of Slurm do not stay up after a job", "run a job: its nodes start in its allocation")
     stores.prepare(spec)
+    if private:
+        remove_abandoned(engine, found(runs) + elsewhere(engine, runs))
     phase(f"starting {pluralize(spec.trainers + 1 + spec.spares, 'node')}")
     with contextlib.ExitStack() as held:
         created, session = bring_up(engine, dataclasses.replace(spec, name=spec.name or "cluster"), runs, held)
         if private:
-            created.paths.private.touch()
+            write_whole(created.paths.private, f"{os.getpid()} {started(os.getpid())}")
     packages, warm = ", ".join(created.plan.placement.packages), True
     if packages:
         phase(f"importing {packages} in {pluralize(len(created.plan.nodes), 'node')}")

@@ -161,7 +161,8 @@ def _placement(
     `held`, if given, gets the cluster's lock. Raises UsageError if the cluster `on`, if given, does not fit.
     """
     runs, job_id = paths.root.parent, paths.root.name
-    for candidate in cluster.found(runs):
+    candidates = cluster.found(runs)
+    for candidate in cluster.remove_abandoned(engine, candidates) if held else candidates:
         if candidate.private and candidate.name != on:
             continue
         placement = candidate.placement(own, job_id)
@@ -179,7 +180,8 @@ def _placement(
         print_message(f"not using {candidate.name}: {'; '.join(reasons)}")
     if on:
         raise UsageError(f"the cluster {on} does not exist anymore", "start another one")
-    for other in cluster.elsewhere(engine, runs):
+    others = cluster.elsewhere(engine, runs)
+    for other in cluster.remove_abandoned(engine, others) if held else others:
         if other.plan.placement.code == own.code:
             print_message(f"not using {other.name}: its jobs are in another folder (--runs {other.paths.root.parent})")
     return own

@@ -24,7 +24,6 @@ class Machines:
         self.name, self.started = f"{here.name}-{secrets.token_hex(4)}", list[str]()
         (folder / "cluster").mkdir()
         (folder / "home").mkdir()
-        docker("network", "create", self.name)
 
     def build(self, node: str) -> None:
         """Build their image from that of a node."""
@@ -35,6 +34,8 @@ class Machines:
 
     def start(self, machine: str, *role: str) -> None:
         """Start a machine."""
+        if not self.started:
+            docker("network", "create", self.name)
         names = ["--name", self.of(machine), "--hostname", machine, "--network", self.name, "--network-alias", machine]
         folders = [f"{ROOT}:{ROOT}:ro", f"{self.folder}:{self.folder}", f"{self.folder}/cluster:/cluster"]
         mounts = [word for folder in [*folders, f"{self.here / 'start'}:/start:ro"] for word in ("--volume", folder)]

@@ -46,6 +46,9 @@ def run(args: argparse.Namespace) -> int:
     there = JobPaths(args.runs / named)
     if not matches and there.root.is_dir() and not there.plan.exists() and records.find(there.root):
         return _remove_partial(args, there)
+    if not matches and named:  # in another folder, by its whole name
+        engines = choice.available_engines()
+        matches = [each for engine in engines for each in cluster.elsewhere(engine, args.runs) if each.name == named]
     if not matches and (lost := _lost_nodes(named)):
         return _remove_lost(args, lost)
     if len(matches) != 1:

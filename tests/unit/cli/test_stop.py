@@ -268,6 +268,13 @@ def test_down_without_a_name_must_remove_the_only_cluster(do, engine, tmp_path):
     assert do("down") == (0, [], ["c-1 removed"]) and not one.root.exists()
 
 
+def test_down_must_find_a_cluster_in_another_folder_by_its_whole_name(do, engine, tmp_path):
+    one = cluster(tmp_path / "elsewhere", "c-1")
+    engine.states = [runs_elsewhere(one.root, "c-1", os.getuid(), "nodes")]
+    assert do("down", "c")[0] == 2 and one.root.exists()
+    assert do("down", "c-1") == (0, [], ["c-1 removed"]) and not one.root.exists()
+
+
 def test_the_cluster_of_another_user_must_stay_up(do, engine, tmp_path):
     paths = cluster(tmp_path, "c-1")
     engine.states = [runs_elsewhere(paths.root, "c-1", os.getuid() + 1, "nodes")]
