@@ -30,6 +30,7 @@ pytest_plugins = [
     "support.contexts",
     "support.victims",
     "support.object_stores",
+    "support.code_tree",
     "support.copies",
     "support.repositories",
     "support.webhooks",

@@ -85,8 +85,7 @@ def _stop_unsupervised(paths: JobPaths, resources: list[tuple[Engine, str]], cou
         spec, plan = run_dir.load(paths)
         engine = choice.of_plan(spec, plan)
         more = count(spec)
-        old = {"last": 0} if plan.engine == "slurm" else {}  # what was written before it waited in the queue
-        feed = Feed(paths, spec, plan, Display(print_message), rest(paths, spec, plan, **old))
+        feed = Feed(paths, spec, plan, Display(print_message), rest(paths, spec, plan, last=0))  # only what comes
         data = launch.supervise(paths, engine, lambda: 1 + more(), feed)
     except OrchestrateError as error:
         if paths.cluster:

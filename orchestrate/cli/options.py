@@ -98,9 +98,9 @@ def module(command: str) -> Any:
     return importlib.import_module(f"orchestrate.cli.commands.{command}")
 
 
-def add_job_name(command: argparse.ArgumentParser, latest: bool) -> None:
+def add_job_name(command: argparse.ArgumentParser, latest: bool, needed: bool = True) -> None:
     """Add the job that a command is about; `latest` is whether it is the latest job by default."""
-    optional: dict[str, Any] = {"nargs": "?", "default": LATEST} if latest else {}
+    optional: dict[str, Any] = {"nargs": "?", "default": LATEST} if latest else {} if needed else {"nargs": "?"}
     text = "id, unique prefix, run directory, or latest" + " (default)" * latest
     command.add_argument("job", type=job, metavar="JOB", help=text, **optional)
 

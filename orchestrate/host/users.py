@@ -15,6 +15,7 @@ from orchestrate.errors import UsageError
 from orchestrate.files.folder import allows, allows_reading
 
 NO_ID = (1 << 32) - 1  # means "unchanged" to chown(2)
+INITIAL_NAMESPACE = 0xEFFFFFFC  # of process IDs, in include/linux/proc_ns.h: that of the machine
 FREE = range(61000, 61184)  # ids that neither useradd nor systemd assigns: https://systemd.io/UIDS-GIDS
 
 
@@ -32,6 +33,26 @@ def nodes_of(user: str, environ: Mapping[str, str] = os.environ) -> tuple[int, i
     if os.geteuid():
         return None
     return sudo(environ) or without_account()
+
+
+def alone() -> bool:
+    """Whether this is a container of a CI system in which only root has processes: no other account can act.
+
+    GitLab's runners, for example, create folders there that every user can change.
+    """
+    if not os.environ.get("CI"):
+        return False
+    with contextlib.suppress(OSError):
+        return os.stat("/proc/self/ns/pid").st_ino != INITIAL_NAMESPACE and not any(
+            map(_of_others, os.listdir("/proc"))
+        )
+    return False
+
+
+def _of_others(name: str) -> bool:
+    with contextlib.suppress(OSError):  # it has just ended
+        return name.isdigit() and os.stat(f"/proc/{name}").st_uid != 0
+    return False
 
 
 def asked(user: str) -> tuple[int, int] | None:

@@ -1,4 +1,4 @@
-"""`stop`: the end of a job, also of one without a supervisor."""
+"""`stop`: the end of jobs, also of those without a supervisor."""
 
 from __future__ import annotations
 
@@ -8,24 +8,45 @@ import signal
 
 from orchestrate import errors
 from orchestrate.api import removal, stop
-from orchestrate.cli import find, options, signals
+from orchestrate.cli import find, listing, options, signals
 from orchestrate.cli.parser import Parser
 from orchestrate.clock import wait_until
 from orchestrate.console import out, print_message
 from orchestrate.host import claims, records
+from orchestrate.record.paths import JobPaths
 
 LEFT_TIMEOUT = 10.0  # seconds in which a process must have left the queue
 
 
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of `stop`."""
-    options.add_job_name(parser, latest=False)
+    options.add_job_name(parser, latest=False, needed=False)
+    parser.add_argument("--all", action="store_true", help="stop all jobs in --runs that have not ended")
     options.add_runs(parser)
     options.add_dry_run(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Stop a job, and verify that nothing of it is left."""
+    """Stop jobs, and verify that nothing of them is left."""
+    if args.all == bool(args.job):
+        raise errors.UsageError("name one job, or use --all", "python -m orchestrate ps")
+    if not args.all:
+        return _stop(args)
+    failure: errors.OrchestrateError | None = None
+    for row in [*listing.current(args.runs)]:
+        if row.run and row.run.parent == args.runs and not JobPaths(row.run).nodes.is_dir():
+            try:
+                _stop(argparse.Namespace(**vars(args) | {"job": row.name}))
+            except errors.OrchestrateError as error:  # the others are stopped all the same
+                if failure:
+                    print_message(f"error: {failure}")
+                failure = error
+    if failure:
+        raise failure
+    return errors.SUCCEEDED
+
+
+def _stop(args: argparse.Namespace) -> int:
     try:
         paths, engines = find.anywhere(args)
     except find.Waits as waits:

@@ -139,10 +139,9 @@ def test_several_jobs_must_be_removed_up_to_the_first_that_cannot_be(do, tmp_pat
     assert [name for name, run in runs.items() if run.exists()] == ["c-1", "d-1"]
 
 
-@pytest.mark.parametrize("command", ["stop", "rm"])
-def test_stop_and_rm_must_require_a_job(do, tmp_path, command):
+def test_rm_must_require_a_job(do, tmp_path):
     create(JobPaths(tmp_path / "a-1"))
-    code, out, err = do(command)
+    code, out, err = do("rm")
     assert (code, out, err[0]) == (2, [], "error: the following arguments are required: JOB")
 
 

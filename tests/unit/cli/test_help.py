@@ -55,7 +55,7 @@ FLAGS += ["--output", "--keep", "--source", "--chdir", "--secret", "--isolated",
         ("logs", [*RUNS, "--rank", "--ranks", "--tail", "--grep", "--follow", "--since", "--merge", "--timestamps"]),
         ("attach", [*RUNS, *SHOWING]),
         ("wait", RUNS),
-        ("stop", [*RUNS, "--dry-run"]),
+        ("stop", [*RUNS, "--all", "--dry-run"]),
         ("rm", [*RUNS, "--dry-run"]),
     ],
 )

@@ -35,6 +35,21 @@ def test_stop_must_do_nothing_for_a_job_that_has_ended_and_left_nothing(do, path
     assert engine.calls == []
 
 
+def test_stop_must_end_all_jobs_of_a_folder_and_no_other(do, runs, paths, engine):
+    other, ended = create(JobPaths(runs / "b-1")), create(JobPaths(runs / "e-1"))
+    far = create(JobPaths(runs.parent / "elsewhere" / "f-1"))
+    create(JobPaths(runs / "c-1"), cluster="c-1")
+    end(ended)
+    engine.states = [runs_elsewhere(far.root, "f-1"), runs_elsewhere(runs / "c-1", "c-1", sees="nodes")]
+    code, out, err = do("stop", "--all")
+    assert (code, out) == (0, [])
+    assert [line for line in err if line.endswith("-1 stopped")] == ["a-1 stopped", "b-1 stopped"]
+    assert paths.report.exists() and other.report.exists() and not far.report.exists()
+    assert do("stop", "--all") == (0, [], [])
+    for words in (["stop"], ["stop", "a-1", "--all"]):
+        assert do(*words) == (2, [], ["error: name one job, or use --all", "hint: python -m orchestrate ps"])
+
+
 def test_stop_must_remove_what_an_ended_job_has_left(do, paths, engine):
     engine.generations = [[ALL_WELL]]
     do("attach", "a-1")

@@ -6,6 +6,7 @@ import os
 import pwd
 import re
 import struct
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 from support.commanded import create, end, runs_elsewhere, supervised
 from support.pairs import pairs
+from support.repo import ROOT as REPOSITORY
 
 from orchestrate.cli import table
 from orchestrate.errors import UsageError
@@ -302,6 +304,37 @@ def test_users_other_than_root_must_not_be_refused(tmp_path, monkeypatch):
     tmp_path.chmod(0o777)
     monkeypatch.setattr(os, "geteuid", lambda: 5)
     owners.check(tmp_path)
+
+
+IN_A_CONTAINER = """
+import os, subprocess, sys
+from pathlib import Path
+from orchestrate.host import owners
+if sys.argv[2]:
+    subprocess.Popen(["sleep", "60"], user=int(sys.argv[2]))
+try:
+    owners.check(Path(sys.argv[1]))
+    print("used")
+except Exception as error:
+    print(error)
+"""
+
+
+@needs_root
+@pytest.mark.parametrize(
+    ("ci", "contained", "other", "used"),
+    [("true", True, "", True), ("", True, "", False), ("true", False, "", False), ("true", True, "65534", False)],
+)
+def test_a_folder_that_every_user_can_change_must_be_used_only_where_there_is_no_other(
+    tmp_path, ci, contained, other, used
+):
+    """As in the containers of GitLab's runners, whose folders have the mode 0777."""
+    (tmp_path / "builds" / "runs").mkdir(parents=True)
+    (tmp_path / "builds").chmod(0o777)
+    namespace = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"] if contained else []
+    command = [*namespace, sys.executable, "-c", IN_A_CONTAINER, str(tmp_path / "builds" / "runs"), other]
+    done = subprocess.run(command, cwd=REPOSITORY, env=os.environ | {"CI": ci}, stdout=subprocess.PIPE, text=True)
+    assert (done.stdout == "used\n") == used and (used or "every user can change" in done.stdout)
 
 
 @needs_root
