@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
 import os
 
@@ -71,6 +72,15 @@ def _command(argv: list[str], clock: Clock) -> int:
             sandbox.end()
 
 
+def _in_junit(args: argparse.Namespace) -> contextlib.AbstractContextManager[None]:
+    """Write an error of a `with` block to the file of `--junit-xml`, too, if it is given."""
+    if not getattr(args, "junit_xml", None):
+        return contextlib.nullcontext()
+    from orchestrate.cli import result  # only here: it takes time to import
+
+    return result.prepared(args)
+
+
 def _dispatch(args: argparse.Namespace) -> int:
     if "quiet" in args and quiet(args):
         console.mute()
@@ -81,7 +91,8 @@ def _dispatch(args: argparse.Namespace) -> int:
     if "runs" in args:
         from orchestrate.cli.find import resolve_runs  # with what a job is: --help needs none of it
 
-        resolve_runs(args)
+        with _in_junit(args):
+            resolve_runs(args)
     about = COMMANDS[args.command]
     if args.script is not None and not about.script and not about.inside:
         raise UsageError(f"{args.command} does not take a script", f"python -m orchestrate {args.command} --help")

@@ -33,7 +33,7 @@ def exit_code(data: dict[str, Any]) -> int:
 
 def prepare(args: argparse.Namespace) -> None:
     """Open the folder of `--junit-xml` before a job could put something else in its place; raises UsageError."""
-    if not (file := args.junit_xml):
+    if not (file := args.junit_xml) or "junit_folder" in args:
         return
     if getattr(args, "detach", False):
         raise UsageError("--junit-xml needs the end of the job", "use attach JOB --junit-xml FILE later")

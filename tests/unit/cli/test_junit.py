@@ -7,6 +7,7 @@ from support.commanded import create, end
 from support.methods import after
 from support.scripted import ALL_WELL, KILLED
 
+from orchestrate.cli.main import main
 from orchestrate.record.paths import JobPaths
 
 APP = ("--gpus", "none", "--", "-m", "app.train")
@@ -92,3 +93,6 @@ def test_a_job_that_cannot_start_must_be_an_error_with_its_reason(do, tmp_path, 
     assert ET.parse(file).getroot()[0].get("name") == "digits"
     assert do("resume", "none", "--junit-xml", file)[0] == 2
     assert ET.parse(file).getroot()[0].get("name") == "none"
+    (tmp_path / "runs").symlink_to(tmp_path)
+    assert main(["run", "--junit-xml", str(file), "nope.py"]) == 2
+    assert "runs is a symbolic link" in file.read_text()
