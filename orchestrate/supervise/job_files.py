@@ -48,6 +48,7 @@ class JobFiles:
         """Read what a generation writes from now on."""
         self.step()
         self.generation, self.began = generation, None
+        self._printed.begin()
 
     @property
     def _folder(self) -> Folder:

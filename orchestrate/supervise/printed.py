@@ -22,16 +22,30 @@ class Printed:
     """What workers have printed of their progress so far; a dump of the settings is not part of it."""
 
     def __init__(self) -> None:
-        self.step = 0  # the highest one; those of bars, which start again in each epoch, do not count
+        self.job_step = 0  # the highest step that is said to be the job's
+        self.any_step = 0  # the highest one in other lines and bars
+        self.before, self.per_epoch = 0, False  # the step of the line before, and whether they do
         self.lines = 0
         self.numbers: dict[str, _Number] = {}
+
+    @property
+    def step(self) -> int:
+        """The highest step of the job; that of other lines only if they have no epochs, in which it starts again."""
+        return self.job_step or (0 if self.per_epoch else self.any_step)
+
+    def begin(self) -> None:
+        """Expect the lines of a new generation, which may repeat steps."""
+        self.before = 0
 
     def record(self, found: Progress) -> None:
         """Record the progress in a line."""
         metrics = dict(found.metrics)
         if (step := found.of_job) is not None:
-            self.step = max(self.step, step)
+            self.job_step = max(self.job_step, step)
             metrics["step"] = step
+        elif found.step is not None:
+            self.per_epoch |= found.epoch is not None or "epoch" in metrics or found.step < self.before
+            self.before, self.any_step = found.step, max(self.any_step, found.step)
         self.lines += bool(metrics)
         for name, value in metrics.items():
             if math.isfinite(value):

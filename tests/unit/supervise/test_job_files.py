@@ -133,6 +133,24 @@ def test_steps_in_the_output_of_rank_0_must_count_as_progress_but_not_those_of_b
     assert len(files.metrics()[0]) <= 100
 
 
+@pytest.mark.parametrize(
+    ("lines", "step"),
+    [
+        ([{"step": 1}, {"step": 25}, None, {"step": 11}, {"step": 20}], 25),  # continued from a checkpoint
+        ([{"step": 98}, {"step": 99}, {"step": 1}], 0),  # of the second epoch
+        ([{"step": 1, "epoch": 1}, {"step": 2, "epoch": 1}], 0),
+        ([{"step": 1, "metrics": {"epoch": 1.0}}], 0),
+    ],
+)
+def test_steps_must_count_as_those_of_the_job_until_they_start_again(files, lines, step):
+    for line in lines:
+        if line is None:
+            files.begin(1)
+        else:
+            files.heard(Progress(**line, bar=True))
+    assert files.step() == step
+
+
 def test_settings_must_not_become_metrics_but_the_last_lines_may_be_printed_once(files):
     files.heard(Progress(metrics={"min_lr": 1e-4, "dropout_loss": 0.1, "loss": 3.0}))
     for loss in (2.0, 2.0, 1.0, 1.0, 1.0):
