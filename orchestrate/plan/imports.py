@@ -26,6 +26,7 @@ TRAITS = {  # what a script may do with torch.distributed, and how that looks in
     "address": r"""environ\[\s*["']MASTER_(?:ADDR|PORT)["']\s*\]\s*=(?!=)|["']tcp://(?:localhost|127\.0\.0\.1)\b""",
     "file": r"""["']file://|\bFileStore\(""",
 }
+LAUNCHED = re.compile("RANK|TORCHELASTIC|is_torchelastic_launched|not in os.environ")  # in scripts for launchers
 MAX_FILES = 200
 MAX_FILE, MAX_BYTES = 1 << 20, 8 << 20  # maximum bytes of a file that is read, and of all of them
 
@@ -33,19 +34,24 @@ MAX_FILE, MAX_BYTES = 1 << 20, 8 << 20  # maximum bytes of a file that is read, 
 def uses(command: list[str], folder: str) -> list[str]:
     """Which of PACKAGES a script imports, itself or in a file in `folder` that it imports.
 
-    Also `torch._dynamo`, if a file uses what needs Dynamo.
+    Also `torch._dynamo`, if a file uses what needs Dynamo; and `spawn` and `address`, of TRAITS, if no file reads RANK.
     """
-    found: set[str] = set()
-    for _, text, names in _sources(command, folder):
+    found, sources = set[str](), _sources(command, folder)
+    for _, text, names in sources:
         found |= {name.partition(".")[0] for name in names} & {*PACKAGES}
         found |= {"torch._dynamo"} if NEEDS_DYNAMO.search(text) else set()
-    return sorted(found)
+    alone = not any(LAUNCHED.search(text) for _, text, _ in sources)
+    return sorted(found | ({"spawn", "address"} & _traits(sources, folder).keys() if alone else set()))
 
 
 def traits(command: list[str], folder: str) -> dict[str, str]:
     """Return FILE:LINE of the first place of each of TRAITS in a script, or in a file in `folder` that it imports."""
+    return _traits(_sources(command, folder), folder)
+
+
+def _traits(sources: list[tuple[str, str, set[str]]], folder: str) -> dict[str, str]:
     found: dict[str, str] = {}
-    for path, text, _ in _sources(command, folder):
+    for path, text, _ in sources:
         for number, line in enumerate(text.splitlines(), 1):
             for name, pattern in TRAITS.items():
                 if name not in found and re.search(pattern, line.partition("#")[0]):

@@ -42,6 +42,12 @@ def preload(spec: JobSpec, folder: Path, copied: bool = False) -> tuple[str, ...
     if "ray" in used and spec.trainers:
         print_message("warning: the script imports ray: ray.init() without an address starts a cluster in each worker")
         print_message("hint: use one worker: --nodes 1")
+    if "spawn" in used and spec.trainers:
+        print_message("warning: the script starts workers with mp.spawn(), and the job starts it on each node")
+        print_message("hint: call the function itself, with the rank in $RANK: orchestrate help script")
+    elif "address" in used and spec.trainers:
+        print_message("warning: the script sets MASTER_ADDR or MASTER_PORT, where the workers of a job do not meet")
+        print_message("hint: leave them to the job, as it sets RANK and WORLD_SIZE: orchestrate help script")
     frameworks = not {*imports.FRAMEWORKS}.isdisjoint(used)
     torch, dynamo = "torch" in used or frameworks, DYNAMO in used or frameworks
     found = [*TORCH, DYNAMO][: (len(TORCH) + dynamo) * torch]

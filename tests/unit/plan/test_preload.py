@@ -143,6 +143,30 @@ def test_ray_on_several_nodes_must_be_warned_about(tmp_path, capsys):
     assert "starts a cluster in each worker" in capsys.readouterr().err
 
 
+TUTORIAL = """
+import os, torch.multiprocessing as mp
+def setup(rank, world_size):
+    os.environ["MASTER_ADDR"] = "localhost"
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "warning"),
+    [
+        (f"{TUTORIAL}mp.spawn(train, nprocs=2)", "starts workers with mp.spawn()"),
+        (TUTORIAL, "sets MASTER_ADDR or MASTER_PORT"),
+        (f"{TUTORIAL}if 'RANK' not in os.environ: mp.spawn(train, nprocs=2)", ""),
+        ("# mp.spawn(train)", ""),
+    ],
+)
+def test_a_script_that_is_a_launcher_itself_must_be_warned_about(tmp_path, capsys, text, warning):
+    (tmp_path / "train.py").write_text(text)
+    preload(JobSpec(command=("train.py",), trainers=0), tmp_path)
+    assert capsys.readouterr().err == ""
+    preload(JobSpec(command=("train.py",), trainers=1), tmp_path)
+    assert warning in capsys.readouterr().err if warning else not capsys.readouterr().err
+
+
 def test_the_number_of_files_read_must_be_limited(tmp_path, monkeypatch):
     monkeypatch.setattr(imports, "MAX_FILES", 3)
     for number, text in enumerate(("import f1", "import f2", "import f3", "import torch")):
