@@ -17,7 +17,7 @@ NOT_THE_JOB = (Reason.ENGINE_LOST, Reason.INTERRUPTED)  # causes outside the job
 NO_PROGRESS = 3  # generations without progress that end a job, as in nvidia-resiliency-ext
 CRASH_LOOP_SECONDS = 30.0  # a generation that fails sooner, without progress, is part of a crash loop
 MAX_AN_HOUR, HOUR = 100, 3600.0  # restarts, if they are not counted, and seconds
-NOT_SAVED = f"no progress in {NO_PROGRESS} generations: no new checkpoint, and no higher step in metrics.jsonl"
+NOT_SAVED = f"no progress in {NO_PROGRESS} generations: the script saved no new checkpoint, and reported no higher step"
 MAX_DELAY = 30.0  # seconds
 
 

@@ -148,6 +148,26 @@ IN_ERRORS = [
         "ValueError: You set `devices=2` and `num_nodes=3` in Lightning, but the product (2 * 3) does not match",
     ),
     Symptom(
+        r"Default process group has not been initialized",
+        Reason.SCRIPT,
+        "call torch.distributed.init_process_group() before this line",
+        "ValueError: Default process group has not been initialized, please make sure to call init_process_group.",
+        torch="Default process group has not been initialized",
+    ),
+    Symptom(
+        r"ArgumentError: argument (.+): conflicting option string",
+        Reason.SCRIPT,
+        r"the script defines \1 twice, or one of its options is that of another library",
+        "argparse.ArgumentError: argument -l/--layers: conflicting option string: -l",
+    ),
+    Symptom(
+        r"Parent directory (\S+) does not exist",
+        Reason.NO_SUCH_FILE,
+        r"create it before torch.save: os.makedirs('\1', exist_ok=True)",
+        "RuntimeError: Parent directory out does not exist.",
+        torch="Parent directory ",
+    ),
+    Symptom(
         r"you must call `\.launch\(\)`",
         Reason.SCRIPT,
         "call fabric.launch() before fabric.setup(), or set -e LT_CLI_USED=1, as `fabric run` does",

@@ -41,7 +41,11 @@ def test_texts_of_torch_must_be_those_of_the_installed_version(tmp_path):
     assert len(texts) > 5 and all(symptom.torch in symptom.example for symptom in EVERY)
     (tmp_path / "texts").write_text("\n".join(texts))
     files = [*torch.glob("lib/libtorch_cpu.so"), *torch.glob("lib/libtorch_python.so"), torch / "cuda" / "__init__.py"]
-    files += [torch / "nn" / "parallel" / "distributed.py", *torch.glob("lib/libc10_cuda.so")]
+    files += [
+        torch / "distributed" / "distributed_c10d.py",
+        torch / "nn" / "parallel" / "distributed.py",
+        *torch.glob("lib/libc10_cuda.so"),
+    ]
     grep = [
         "grep",
         "--text",
