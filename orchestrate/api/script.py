@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import shlex
 import shutil
 from pathlib import Path
 
@@ -132,7 +133,13 @@ def _start(chdir: str, top: Path) -> Path:
 
 def _check_program(shell: str, words: list[str], here: Path) -> None:
     """Raise UsageError for a shell with a script that does not exist, and for a script without its suffix."""
-    if (here / f"{shell}.py").is_file() and not shutil.which(shell):
+    if shutil.which(shell):
+        pass
+    elif (here / f"{shell}.py").is_file():
         raise UsageError(f"the script {shell} does not exist", f"did you mean {shell}.py?")
+    else:
+        for count in range(1, len(words) + 1):
+            if (here / (path := " ".join([shell, *words[:count]]))).is_file():
+                raise UsageError(f"the script {shell} does not exist", f"quote the path: {shlex.quote(path)}")
     if Path(shell).name in SHELLS and words and not words[0].startswith(("-", "/")) and not (here / words[0]).exists():
         raise UsageError(f"the script {words[0]} does not exist", f"paths are relative to {here}")

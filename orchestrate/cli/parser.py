@@ -20,6 +20,7 @@ EXPORTS = {
 }
 # Options of sbatch that users try first.
 OF_SBATCH = ("account", "constraint", "gres", "partition", "qos", "reservation", "time")
+ELSEWHERE = {"-n": "--nodes", "-N": "--nodes", "-d": "--detach"}  # of other launchers
 
 
 class Parser(argparse.ArgumentParser):
@@ -86,12 +87,16 @@ def _what_to_do(unknown: list[str], parsed: argparse.Namespace, command: Parser)
     key = flag.lstrip("-").replace("-", "_")
     if key in FIELDS and parsed.command == "resume":
         return "a job is resumed with the settings that it was started with; start a new one to change them"
+    if parsed.command == "resume" and not closest(flag, command.flags()):
+        return "a job is resumed with the arguments of its script; start a new one, with run, to change them"
     if key in FIELDS:
         return f"use --set {key}=VALUE"
     if key in OF_SBATCH:
         return f"use --set slurm.{key}=VALUE"
     if similar := closest(flag, command.flags()):
         return similar
+    if flag in ELSEWHERE and parsed.script:
+        return f"did you mean {ELSEWHERE[flag]}? Options of the script come after it: {parsed.script[0]} {flag}"
     if flag.startswith("-") and parsed.script:
         return f"options of the script come after it: {parsed.script[0]} {flag}"
     if flag.startswith("--") and str(getattr(parsed, "file", "")).endswith(JOB_FILES):

@@ -71,7 +71,7 @@ class Shape(NamedTuple):
             near = difflib.get_close_matches(name, known, 1, 0.5)
             meant = f"did you mean {near[0]}?" if near else "its arguments are timeout, and keys of a job file"
             raise UsageError(f"nodes has no argument {name}", meant)
-        if own := {"engine", "nodes", "trainers", "command", "keep", "chdir"} & {*marker.kwargs}:
+        if own := {"nodes", "trainers", "command", "keep", "chdir"} & {*marker.kwargs}:
             raise UsageError(f"{min(own)} cannot be set in the marker nodes", hint)
         limit = marker.kwargs.get("timeout", TIMEOUT)
         if isinstance(limit, bool) or not isinstance(limit, int | float) or not limit > 0:
@@ -179,8 +179,9 @@ class Worlds:
         return self._world
 
     def _settings(self, shape: Shape) -> dict[str, Any]:
-        settings = {"nodes": shape.nodes, **json.loads(shape.settings)}
-        if self.config.getoption("nodes_engine") != "process":
+        engine = self.config.getoption("nodes_engine")
+        settings = {"engine": engine, "nodes": shape.nodes, **json.loads(shape.settings)}
+        if settings["engine"] != "process":
             settings["pip"] = [f"pytest=={pytest.__version__}", *settings.get("pip", [])]
         return settings
 
@@ -192,7 +193,7 @@ class Worlds:
         same = [each.nodes for each in self._shapes if each.settings == shape.settings]
         self._on = Shape(max([shape.nodes, *same]), shape.settings)
         settings = DEFAULTS | {"preload": self._imports, "command": imports.COPIED[1:]} | self._settings(self._on)
-        self._cluster = Cluster(self._runs, engine=self.config.getoption("nodes_engine"), **settings)
+        self._cluster = Cluster(self._runs, **settings)
         return self._cluster
 
     @cached_property

@@ -288,6 +288,16 @@ def test_tests_must_run_on_each_engine_and_end_at_the_first_failure(small, engin
     assert "1 passed, 1 deselected" in out, out
 
 
+@pytest.mark.docker
+def test_a_marker_must_be_able_to_name_the_engine_of_its_test(small, docker_engine, nothing_left):
+    (small.folder / "test_where.py").write_text(
+        "import os, pytest\n@pytest.mark.nodes(2)\ndef test_here(rank): assert os.environ['HOME'] != '/tmp'\n"
+        "@pytest.mark.nodes(2, engine='docker')\ndef test_there(rank): assert os.environ['HOME'] == '/tmp'\n"
+    )
+    out = small("test_where.py")
+    assert "2 passed" in out, out
+
+
 def test_options_of_pytest_must_reach_the_ranks(small):
     out = small("--tb=short", "-x", FAIL="1")
     assert "AssertionError: assert 'short' == " in out and "1 failed, 1 passed" in out

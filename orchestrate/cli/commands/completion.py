@@ -71,6 +71,8 @@ def run(args: argparse.Namespace) -> int:
             console.out(word)
         return errors.SUCCEEDED
     shell = args.shell or os.path.basename(os.environ.get("SHELL", ""))
+    if not shell:
+        raise UsageError("which shell is not known, since SHELL is not set", f"name one: {', '.join(SCRIPTS)}")
     if shell not in SCRIPTS:
         raise UsageError(f"no completion for {console.quoted(shell)}", f"use {', '.join(SCRIPTS)}")
     if not args.install:

@@ -138,6 +138,8 @@ def diagnose(
         hint = LOCAL_HINTS.get(hint, hint)
     if cause in (Reason.TIMEOUT, Reason.LEFT_EARLY):
         hint = "see the log of this rank for what it did before"
+    if cause == Reason.LEFT_EARLY and not exit.code:
+        hint += "; all ranks need the same number of batches, and the same calls, also in `if rank == 0`"
     return Cause(
         rank=exit.rank,
         node=worker.node,
