@@ -310,19 +310,6 @@ def test_xdist_and_coverage_must_work(small):
     assert not [*small.folder.glob(".coverage.*")]
 
 
-@pytest.mark.slow
-def test_the_example_of_the_documentation_must_print_what_it_shows(small):
-    blocks = re.findall(r"```(python|console)\n(.*?)```", (ROOT / "docs" / "testing.md").read_text(), re.S)
-    (_, code), (_, shown) = blocks
-    (small.folder / "test_it.py").unlink()
-    (small.folder / "test_mean.py").write_text(code)
-    shown = shown.partition("\n")[2].replace(
-        "ranks 0, 2: failed: lost its connection to another rank", "[…]"
-    )  # or one is still in the test
-    parts = [re.escape(part.strip()) for part in shown.split("[…]")]
-    assert re.search(".*?".join(parts), out := small("--tb=short"), re.S), out
-
-
 def test_the_action_must_run_tests_and_keep_their_logs_and_results(small):
     action = yaml.safe_load((ROOT / ".github" / "actions" / "test" / "action.yml").read_text())
     results = small.folder / "results"
