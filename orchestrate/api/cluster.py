@@ -119,9 +119,8 @@ class Cluster:
         return self.paths.nodes.is_dir() and not self.jobs()
 
     def jobs(self) -> list[JobPaths]:
-        """Return the jobs whose files are still in the cluster's folder; links of a project may lead to none."""
-        linked = run_dir.on_cluster(self.paths.root.parent, self.name)
-        return [each for each in linked if os.path.lexists(each.folder.path) or records.find(each.root)]
+        """Return the jobs whose files are still in the cluster's folder."""
+        return run_dir.on_cluster(self.paths.root.parent, self.name)
 
     def placement(self, own: Placement, job_id: str) -> Placement:
         """Return a job's placement on this cluster; `own` is its placement on nodes of its own."""
@@ -311,7 +310,9 @@ def take_down(engine: Engine, cluster: Cluster, grace: float) -> None:
 def _remove(engine: Engine, cluster: Cluster, grace: float) -> None:
     engine.remove(cluster.name, grace)
     lost, stuck = "", ""
-    for paths in cluster.jobs():
+    for paths in run_dir.linked(cluster.paths.root.parent, cluster.name):
+        if not records.find(paths.root) and not os.path.lexists(paths.folder.path):
+            continue  # a link of a project
         try:
             run_dir.move_from_cluster(paths)
         except OSError as error:

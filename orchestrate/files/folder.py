@@ -32,10 +32,15 @@ _SET_IDS = stat.S_ISUID | stat.S_ISGID
 
 @dataclass(frozen=True)
 class Folder:
-    """The folder `name` of `parent`; nodes can write or replace the former, but not the latter."""
+    """The folder `name` of `parent`, or one below it; nodes can write or replace the former, but not the latter.
+
+    A project can replace both by a link, with `git pull` for example: nothing is opened in a parent that has not the
+    `inode`, if that is known.
+    """
 
     parent: Path
     name: str
+    inode: int = 0
 
     @property
     def path(self) -> Path:
@@ -48,9 +53,11 @@ class Folder:
 
         `make` creates missing folders; `mode` is how the last one is opened.
         """
-        names = [self.name, *filter(None, below.split("/"))]
+        names = [*self.name.split("/"), *filter(None, below.split("/"))]
         descriptor = os.open(self.parent, ENTER & ~os.O_NOFOLLOW)
         try:
+            if self.inode and os.fstat(descriptor).st_ino != self.inode:
+                raise OSError(errno.ESTALE, "it was replaced by another one", str(self.parent))
             for left in range(len(names), 0, -1):
                 if make:
                     with contextlib.suppress(FileExistsError):
@@ -68,14 +75,16 @@ class Folder:
         with self.opened(below, mode=ENTER) as folder:
             return regular(name, folder)
 
+    def size(self, path: str) -> int:
+        """Return the size of a regular file; 0 for anything else."""
+        with contextlib.suppress(OSError), self.open(path) as file:
+            return os.fstat(file.fileno()).st_size
+        return 0
+
     def write(self, name: str, text: str) -> None:
         """Write a file atomically, replacing whatever has its name."""
         with self.opened() as folder:
-            try:
-                write_whole(name, text, folder, mode=0o644)
-            except IsADirectoryError:
-                os.rename(name, f".{name}.{secrets.token_hex(4)}", src_dir_fd=folder, dst_dir_fd=folder)
-                write_whole(name, text, folder, mode=0o644)
+            write_whole(name, text, folder, mode=0o644)
 
     def make(self, *names: str, owner: tuple[int, int] | None = None) -> None:
         """Create the folder, and folders in it, owned by the user and group ids `owner` if given.
@@ -192,7 +201,7 @@ def gone(path: str | Path) -> bool:
 
 
 def write_whole(path: str | Path, text: str | bytes, folder: int | None = None, mode: int = 0o600) -> None:
-    """Write a file atomically; a link in its place is replaced, not followed."""
+    """Write a file atomically; a link in its place is replaced, not followed, and a folder is moved aside."""
     name = Path(path)
     temporary = name.with_name(f".{name.name}.{secrets.token_hex(4)}")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -201,7 +210,12 @@ def write_whole(path: str | Path, text: str | bytes, folder: int | None = None, 
         with os.fdopen(descriptor, "wb") as file:
             os.fchmod(descriptor, mode)  # whatever the umask
             file.write(text.encode() if isinstance(text, str) else text)
-        os.replace(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
+        try:
+            os.replace(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
+        except IsADirectoryError:
+            aside = name.with_name(f".{name.name}.{secrets.token_hex(4)}")
+            os.rename(name, aside, src_dir_fd=folder, dst_dir_fd=folder)
+            os.replace(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
     except BaseException:
         os.unlink(temporary, dir_fd=folder)
         raise

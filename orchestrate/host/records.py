@@ -48,6 +48,9 @@ class Record:
     files: dict[str, list[str]] = field(default_factory=dict)  # by name: digests of the version there and the next one
 
 
+_inodes: dict[Path, int] = {}  # what `inode` has returned: it is asked for each file of nodes that is opened
+
+
 def make(run: Path, key: bytes = b"", secrets: Mapping[str, str] | None = None) -> None:
     """Create the record of a new run directory; raises UsageError if it cannot be written.
 
@@ -56,6 +59,7 @@ def make(run: Path, key: bytes = b"", secrets: Mapping[str, str] | None = None) 
     status = run.lstat()
     machine = socket.gethostname()
     record = Record(str(_real_path(run)), status.st_ino, machine, key.hex(), {**(secrets or {})}, tokens.token_hex(32))
+    _inodes.pop(run, None)
     why = "no folder for records"
     for place in places():
         try:
@@ -96,6 +100,25 @@ def need(run: Path) -> Record:
         f"{run} has no record: {FOREIGN}",
         "if you moved or copied it, use the original path; otherwise, start the job or cluster again",
     )
+
+
+def inode(run: Path) -> int:
+    """Return the inode of a run directory that this account has created, whatever has its path now; 0 without one."""
+    if run not in _inodes:
+        for place in places():
+            with contextlib.suppress(OSError, ValueError, TypeError), private.opened(place) as folder:
+                _inodes[run] = _read(_file_name(_real_path(run)), folder).inode
+                break
+    return _inodes.get(run, 0)
+
+
+def replaced(run: Path) -> bool:
+    """Whether something else has the path of a run directory, such as a link that `git pull` has put there."""
+    try:
+        status = run.lstat()
+    except OSError:
+        return False
+    return not stat.S_ISDIR(status.st_mode) or inode(run) not in (0, status.st_ino)
 
 
 def end(run: Path) -> None:
@@ -156,6 +179,7 @@ def identity_in(run: Path, name: str) -> str:
 
 def forget(run: Path) -> None:
     """Remove the record of a run directory, if it exists."""
+    _inodes.pop(run, None)
     for place in places():
         with contextlib.suppress(OSError), private.opened(place) as folder:
             os.unlink(_file_name(_real_path(run)), dir_fd=folder)

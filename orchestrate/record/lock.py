@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import signal
@@ -10,8 +11,10 @@ import struct
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import BinaryIO
 
+from orchestrate.clock import SYSTEM, wait_until
 from orchestrate.dataclass import dataclass
 from orchestrate.host import slurm
 from orchestrate.host.processes import started
@@ -59,6 +62,51 @@ class Supervisor:
 
 
 OTHER = Supervisor(0, "")
+LOOK_TIMEOUT = 0.2  # seconds for other processes to have looked whether a job has a supervisor
+_held: set[Path] = set()  # run directories that this process has locked
+
+
+@contextmanager
+def _locked(paths: JobPaths) -> Iterator[None]:
+    """Lock the run directory, too, since `git pull` can replace the file in it; raises BlockingIOError.
+
+    As the lock of a file, it is no obstacle to this process itself.
+    """
+    if paths.root in _held:
+        yield
+        return
+    folder = os.open(paths.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        if not wait_until(lambda: _lock(folder), LOOK_TIMEOUT, SYSTEM, 0.01):  # `_is_locked` has it for a moment
+            raise BlockingIOError(errno.EAGAIN, "locked by another process", str(paths.root))
+        _held.add(paths.root)
+        yield
+    finally:
+        _held.discard(paths.root)
+        os.close(folder)
+
+
+def _lock(folder: int) -> bool:
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # some network file systems lock no folders
+        pass
+    return True
+
+
+def _is_locked(paths: JobPaths) -> bool:
+    """Whether another process has locked the run directory."""
+    if paths.root in _held:
+        return False
+    with contextlib.suppress(OSError):
+        folder = os.open(paths.root, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            return not _lock(folder)
+        finally:
+            os.close(folder)
+    return False
 
 
 @contextmanager
@@ -67,7 +115,7 @@ def held(paths: JobPaths, supervises: bool = True) -> Iterator[None]:
 
     A process that does not supervise the job, but removes it for example, is not to be asked to stop.
     """
-    with os.fdopen(os.open(paths.lock, _FLAGS | os.O_CREAT, 0o600), "r+b", buffering=0) as file:
+    with _locked(paths), os.fdopen(os.open(paths.lock, _FLAGS | os.O_CREAT, 0o600), "r+b", buffering=0) as file:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         file.truncate()
         if not supervises:
@@ -99,10 +147,10 @@ def holder(paths: JobPaths) -> Supervisor | None:
         with os.fdopen(os.open(paths.lock, _FLAGS), "r+b") as file:
             pid = _lock_owner(file)
             if pid is None:
-                return None
+                return OTHER if _is_locked(paths) else None
             number, _, since = file.read(100).decode(errors="replace").partition(" ")
     except OSError:  # missing, or of another user and not readable
-        return None
+        return OTHER if _is_locked(paths) else None
     proven = pid > 1 and number == str(pid) and since and started(pid) == since
     return Supervisor(pid if proven else 0, since)
 

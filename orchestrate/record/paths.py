@@ -194,8 +194,9 @@ class JobPaths:
     def folder(self) -> Folder:
         """The job folder, for safe access to files of nodes."""
         if cluster := self.cluster:
-            return Folder(self.root.parent / cluster / NODES, self.root.name)
-        return Folder(self.root, JOB)
+            there = self.root.parent / cluster
+            return Folder(there, f"{NODES}/{self.root.name}", records.inode(there))
+        return Folder(self.root, JOB, records.inode(self.root))
 
     def log(self, rank: int) -> Path:
         """Return the path of a worker's log."""

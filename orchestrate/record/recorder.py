@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from orchestrate.clock import SYSTEM, Clock
-from orchestrate.files.folder import regular
+from orchestrate.files.folder import content
 from orchestrate.node import checks
 from orchestrate.record.events import VERSION, Event, JobEnded, JobResumed, SupervisorStarted, from_line, to_line
 
@@ -95,15 +95,15 @@ class Recorder:
 
         Raises ValueError for a file that is damaged, or was written with another key or none.
         """
-        content = b""
-        with contextlib.suppress(FileNotFoundError), regular(path) as file:
-            content = file.read()
-        self.events, self._mac = read(content, key)
+        before = b""
+        with contextlib.suppress(FileNotFoundError):
+            before = content(path).encode()
+        self.events, self._mac = read(before, key)
         self._show, self._hide, self._key, self.clock = show, hide, key, clock
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         self._unwritten: list[bytes] = []
         self._started = clock.monotonic() - _elapsed(self.events, clock)
-        if content and not content.endswith(b"\n"):
+        if before and not before.endswith(b"\n"):
             self._unwritten.append(b"\n")
 
     def __call__(self, event: E) -> E:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import hashlib
 import json
 import os
 import re
@@ -81,7 +82,12 @@ def create(spec: JobSpec, plan: Plan, paths: JobPaths, held: contextlib.ExitStac
 
 
 def on_cluster(runs: Path, cluster: str) -> list[JobPaths]:
-    """The jobs whose files are in the folder of a cluster."""
+    """The jobs of this account whose files are in the folder of a cluster; links of a project do not count."""
+    return [paths for paths in linked(runs, cluster) if records.find(paths.root)]
+
+
+def linked(runs: Path, cluster: str) -> list[JobPaths]:
+    """The run directories, of jobs of this account or not, with a link to the folder of a cluster."""
     return [paths for run in sorted(runs.glob("*")) if (paths := JobPaths(run)).cluster == cluster]
 
 
@@ -91,13 +97,17 @@ def move_from_cluster(paths: JobPaths) -> None:
     They are moved before they are checked, since nodes do not see the new place: a node may have replaced them.
     Raises OSError; if they could not be moved, they are still where they were, and the link is kept.
     """
-    cluster, there, moved = paths.cluster, paths.folder.path, paths.root / f".{JOB}"
+    cluster, there = paths.cluster, paths.folder.path
     if not cluster:
         return
-    if why := owners.foreign(paths.root):
-        raise OSError(errno.EPERM, f"{paths.root} is not one of your run directories: {why}")
-    if not records.find(paths.root):
+    for run in (paths.root, paths.root.parent / cluster):
+        if why := owners.foreign(run):
+            raise OSError(errno.EPERM, f"{run} is not one of your run directories: {why}")
+    if not (record := records.find(paths.root)):
         raise OSError(errno.EPERM, f"{paths.root} has no record: {records.FOREIGN}")
+    if cluster != _planned_cluster(paths, record):
+        raise OSError(errno.EPERM, f"{paths.shared} was replaced: the job did not run on {cluster}")
+    moved = _on_the_way(paths)
     folder.renew(there.parent, 0o755)  # a job can have taken our rights to it, and to its own folder
     folder.grant_access(str(there))
     lost = None
@@ -112,10 +122,18 @@ def move_from_cluster(paths: JobPaths) -> None:
         moved.mkdir()
     paths.shared.unlink()
     moved.rename(paths.shared)
-    others = {other.root.name for other in on_cluster(paths.root.parent, cluster)}
+    others = {other.root.name for other in linked(paths.root.parent, cluster)}
     clear(str(there.parent), keep=others)  # what the job has created next to its folder
     if lost:
         raise lost
+
+
+def _planned_cluster(paths: JobPaths, record: Record) -> str:
+    """Return the cluster in the plan of a job; empty if there is none, or the plan was replaced."""
+    with contextlib.suppress(OSError, ValueError):
+        if records.written(record, paths.plan.name, text := content(paths.plan)):
+            return read_plan(text, {}).placement.cluster
+    return ""
 
 
 def _finish_move(paths: JobPaths) -> None:
@@ -123,9 +141,15 @@ def _finish_move(paths: JobPaths) -> None:
 
     Raises OSError.
     """
-    moved = paths.root / f".{JOB}"
-    if not os.path.lexists(paths.shared) and moved.is_dir() and not moved.is_symlink():
-        moved.rename(paths.shared)
+    if not os.path.lexists(paths.shared) and records.find(paths.root):
+        moved = _on_the_way(paths)
+        if moved.is_dir() and not moved.is_symlink():
+            moved.rename(paths.shared)
+
+
+def _on_the_way(paths: JobPaths) -> Path:
+    """Return where the files of a job are while they are moved: a name that no project can know, and bring."""
+    return paths.root / f".{JOB}-{hashlib.sha256(records.need(paths.root).events.encode()).hexdigest()[:16]}"
 
 
 def remove(paths: JobPaths) -> None:
@@ -199,10 +223,7 @@ def history(paths: JobPaths) -> list[Event]:
     """
     record = records.find(paths.root)
     try:
-        if not record:
-            return recorder.read(content(paths.events).encode(), None)[0]
-        with folder.regular(paths.events) as file:
-            return recorder.read(file.read(), bytes.fromhex(record.events))[0]
+        return recorder.read(content(paths.events).encode(), bytes.fromhex(record.events) if record else None)[0]
     except FileNotFoundError:  # the job has just been created
         return []
     except (OSError, ValueError) as error:

@@ -8,6 +8,7 @@ import os
 from collections.abc import Mapping
 
 from orchestrate.files.folder import content, write_whole
+from orchestrate.host import records
 from orchestrate.record.outcomes import Stack
 from orchestrate.record.paths import JobPaths
 
@@ -19,7 +20,7 @@ def ask(paths: JobPaths) -> None:
 
 def asked(paths: JobPaths) -> bool:
     """Return whether another process has asked, and has no answer yet."""
-    return os.path.lexists(paths.stacks_asked)
+    return os.path.lexists(paths.stacks_asked) and not records.replaced(paths.root)
 
 
 def answer(paths: JobPaths, found: Mapping[int, Stack]) -> None:

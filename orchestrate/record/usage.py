@@ -10,6 +10,8 @@ import time
 from collections.abc import Mapping
 
 from orchestrate.files.folder import content, write_whole
+from orchestrate.host import records
+from orchestrate.node import checks
 from orchestrate.record.outcomes import Activity
 from orchestrate.record.paths import JobPaths
 
@@ -28,7 +30,8 @@ def ask(paths: JobPaths) -> None:
 def asked(paths: JobPaths) -> bool:
     """Whether another process has asked recently."""
     with contextlib.suppress(OSError):
-        return abs(time.time() - paths.usage_asked.lstat().st_mtime) < ASKED_FOR
+        recently = abs(time.time() - paths.usage_asked.lstat().st_mtime) < ASKED_FOR
+        return recently and not records.replaced(paths.root)
     return False
 
 
@@ -44,7 +47,8 @@ def write(paths: JobPaths, found: Mapping[int, Activity]) -> None:
 def read(paths: JobPaths) -> tuple[float, dict[int, Activity]]:
     """Return when the supervisor wrote the file, in seconds since 1970, and its content; 0 if there is none."""
     try:
-        data = json.loads(content(paths.usage))
+        checks.limit_values((text := content(paths.usage)).encode(), checks.MAX_VALUES)
+        data = json.loads(text)
         rows, written = data["workers"].items(), float(data["time"])
         found = {
             int(rank): Activity(str(row["state"]), float(row["cpu"]), int(row["memory"]), pid=int(row.get("pid", 0)))

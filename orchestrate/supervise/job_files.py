@@ -16,6 +16,7 @@ from orchestrate.files.folder import Folder, content, gone, write_whole
 from orchestrate.files.lines import Lines, last
 from orchestrate.files.paths import CHECKPOINTS, LOGS, METRICS, WORK
 from orchestrate.files.work import Facts, tidy
+from orchestrate.host import records
 from orchestrate.plan.plan import Placement
 from orchestrate.record import logs
 from orchestrate.record.metrics import MAX_LINE, MAX_METRICS, MAX_ROWS, fold, measurements
@@ -56,7 +57,7 @@ class JobFiles:
 
     def gone(self) -> bool:
         """Whether the run directory is not there; nodes cannot remove it, but a disk can be away for a moment."""
-        return gone(self.paths.shared)
+        return gone(self.paths.shared) or records.replaced(self.paths.root)
 
     def last_lines(self, rank: int, count: int = LAST_LINES) -> list[str]:
         """Return the last lines of a worker in this generation, truncated, since events store them permanently."""

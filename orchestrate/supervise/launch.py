@@ -258,8 +258,9 @@ def _end_record(paths: JobPaths) -> None:
 def _finish(job: JobContext, data: dict[str, Any], show: Callable[[str], None]) -> None:
     """Write the report and put the job's files in their final state; pass a warning to `show` for each failure."""
     paths = job.files.paths
-    if not wait_until(lambda: not folder.gone(paths.root), REMOVED_AFTER, job.clock):
-        return show(f"warning: {paths.root} was removed while the job ran: its report and logs are lost")
+    there = lambda: not (folder.gone(paths.root) or records.replaced(paths.root))  # noqa: E731
+    if not wait_until(there, REMOVED_AFTER, job.clock):
+        return show(f"warning: {paths.root} was removed or replaced while the job ran: its report and logs are lost")
     steps: list[Callable[[], object]] = [
         *([paths.folder.make] if job.files.gone() else []),  # a local process can remove its job folder
         lambda: _write_page(paths, data),  # first: the job has ended for others once report.json is there

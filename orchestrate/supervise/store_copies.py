@@ -10,6 +10,7 @@ from pathlib import Path
 from orchestrate.clock import Stall
 from orchestrate.console import during, phase, shortened
 from orchestrate.errors import OrchestrateError, StorageConflict, StorageError
+from orchestrate.files.folder import MAX_FILE, regular
 from orchestrate.files.paths import CHECKPOINTS
 from orchestrate.record import events
 from orchestrate.record.paths import JobPaths
@@ -92,7 +93,8 @@ class StoreCopies(NoCopies):
                 if path == paths.spec:  # it has the command as it is; YAML may escape and fold a secret
                     text = self.spec.to_yaml(hide)
                 else:
-                    text = hide(path.read_bytes().decode(errors="surrogateescape"))
+                    with regular(path) as file:  # a project can have put a link there
+                        text = hide(file.read(MAX_FILE).decode(errors="surrogateescape"))
                 store.put(f"{paths.root.name}/{RECORD}/{path.name}", text.encode(errors="surrogateescape"))
                 progress.copied(path.name)
 

@@ -14,6 +14,7 @@ from orchestrate.engines.base import JobState
 from orchestrate.engines.docker import labels
 from orchestrate.engines.docker.client import Daemon, name_of
 from orchestrate.engines.docker.services import project
+from orchestrate.host import records
 
 SERVICE_GRACE = 5  # seconds for a service to end
 
@@ -83,4 +84,5 @@ def remove(daemon: Daemon, job_id: str, grace: float, folders: Iterable[Path] = 
     found = [labels.job(item.attrs["Labels"], "docker") for item in (*nodes, *networks)]
     named = {job.paths.sockets for job in found if job and job.named and job.job_id == job_id}
     for folder in named | {*folders}:
-        sockets.unshare(folder)
+        if not records.replaced(folder.parent):
+            sockets.unshare(folder)

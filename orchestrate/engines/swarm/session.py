@@ -25,8 +25,11 @@ from orchestrate.engines.swarm.objects import SwarmJob
 from orchestrate.engines.swarm.sync import FileSync
 from orchestrate.engines.swarm.upload import code_files, has_archive, on_each, packed, send_archive, send_written
 from orchestrate.errors import EngineError
+from orchestrate.files.folder import Folder
 from orchestrate.files.paths import log
+from orchestrate.host import records
 from orchestrate.node import protocol
+from orchestrate.node.trees import opened
 from orchestrate.plan import container
 from orchestrate.plan.plan import Plan, WorkerPlan
 from orchestrate.record.outcomes import WorkerExit
@@ -47,8 +50,7 @@ TASK_END_TIMEOUT = 3.0  # seconds for Swarm to report the end of a task that doe
 LOG_TIMEOUT = 5.0  # seconds for Swarm to return the last lines of a lost task
 LAST_LINES_TIMEOUT = 10.0  # seconds to copy the last lines of workers
 SYNC_TIMEOUT = 3600.0  # seconds to copy all files of a job at its end
-# Seconds for the same after a second request to stop; files that are not copied then stay on their nodes.
-HURRIED_SYNC_TIMEOUT = 5.0
+HURRIED_SYNC_TIMEOUT = 5.0  # the same after a second request to stop; files that are not copied stay on their nodes
 PORTS = "7946/tcp, 7946/udp and 4789/udp must be open between the hosts: python -m orchestrate doctor"
 PIPE = ["python", *container.PIPE]
 
@@ -64,8 +66,8 @@ class SwarmSession(ClientSession):
         self.swarm = SwarmJob(manager, spec, plan, run, self.key)
         self.persistent = bool(plan.placement.cluster)  # whether the nodes outlive the job
         self.shared = bool(spec.volume)  # whether all hosts share the job folder
-        # The local job folder:
         self.files = run / plan.job_id if self.persistent and plan.project != plan.job_id else run
+        self.here = Folder(self.files.parent, self.files.name, records.inode(self.files.parent))
         self.job_dir = plan.placement.job_dir  # the job folder in nodes
         self.workdir = plan.placement.cwd(service_spec.CODE)  # the working directory of workers
         self.clients = NodeClients(self, warn, self._heard, self._lost)
@@ -300,9 +302,13 @@ class SwarmSession(ClientSession):
         ending = [node for node in lost.values() if self._task_id(node) not in self.abandoned]
         wait_until(lambda: not ending or not self._any_runs(tasks, ending), TASK_END_TIMEOUT, self.clock, 0.2)
         for rank, node in lost.items():
-            task, path = tasks.get(node), self.files / log(rank)
+            task, (below, _, name) = tasks.get(node), log(rank).rpartition("/")
             asked = self.pool.submit(self.swarm.output, task) if task and self.manager.answers(task) else None
-            with contextlib.suppress(futures.TimeoutError, OSError), path.open("r+b") as file:
+            with (
+                contextlib.suppress(futures.TimeoutError, OSError),
+                self.here.opened(below) as folder,
+                os.fdopen(opened(name, os.O_RDWR, folder), "r+b") as file,
+            ):
                 file.seek(max(0, file.seek(0, os.SEEK_END) - (1 << 16)))
                 file.write(rescued(file.read(), asked.result(LOG_TIMEOUT) if asked else b"", rank))
 
@@ -345,8 +351,7 @@ class SwarmSession(ClientSession):
         env = worker.env
         if self.swarm.network == "host":  # nodes have no host names there
             env = env | {"MASTER_ADDR": self.swarm.node_address(self.nodes[self.first])[0]}
-        path = self.files / log(worker.rank)
-        length = path.stat().st_size if path.exists() else 0
+        length = self.here.size(log(worker.rank))
         return protocol.Start([*command], env, inherit=True, cwd=self.workdir, log=length)
 
     def _on_each(self, nodes: Iterable[str], act: Callable[[NodeConnection], None]) -> list[EngineError]:

@@ -27,11 +27,12 @@ from orchestrate.engines.swarm.node_copy import NodeCopy
 from orchestrate.engines.swarm.owners import MAX_FILES, Owners
 from orchestrate.errors import EngineError
 from orchestrate.files.folder import MAX_DEPTH, MAX_ENTRIES, Folder
+from orchestrate.host import records
 from orchestrate.node import protocol
 from orchestrate.node.checks import shown
 from orchestrate.node.files import LOGS, Facts, real_folder
 from orchestrate.node.ranks import FENCE
-from orchestrate.node.trees import hidden
+from orchestrate.node.trees import hidden, opened
 from orchestrate.plan.plan import pluralize
 
 log = logging.getLogger(__name__)
@@ -63,7 +64,7 @@ class FileSync:
         `connect` connects to a node, or returns None if it is not running; it raises EngineError.
         """
         self.run_dir, self.folder, self.connect, self.clock = run_dir, folder, connect, clock
-        self.here = Folder(run_dir.parent, run_dir.name)
+        self.here = Folder(run_dir.parent, run_dir.name, records.inode(run_dir.parent))
         self.nodes = [NodeCopy(name, [f"{LOGS}/rank-{rank}.log" for rank in own]) for name, own in ranks.items()]
         self.owners = Owners()
         self.large = threading.RLock()  # held while a large list is handled
@@ -218,14 +219,14 @@ class FileSync:
         node.link, node.heard = None, False
 
     def _size(self, path: str) -> int:
-        with contextlib.suppress(OSError):
-            return (self.run_dir / path).stat().st_size
-        return 0
+        return self.here.size(path)
 
     def _append(self, path: str, data: str) -> bool:
         """Append new output to a log; return whether that succeeded."""
+        below, _, name = path.rpartition("/")
         try:
-            descriptor = os.open(self.run_dir / path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+            with self.here.opened(below) as folder:
+                descriptor = opened(name, os.O_WRONLY | os.O_APPEND | os.O_CREAT, folder)
             with os.fdopen(descriptor, "ab") as file:
                 self.moved += file.write(base64.b64decode(data))
         except OSError as error:  # for example a full disk; the next round continues after a partial write
@@ -387,10 +388,13 @@ class FileSync:
 
     def _remove(self, node: NodeCopy, path: str) -> None:
         node.files.pop(path, None)
-        target = self.run_dir / path
         with self.owners.lock, contextlib.suppress(OSError):
             if self._owns(node, path):
                 self.owners.forget(path)
-                target.unlink(missing_ok=True)
-                for folder in list(target.parents)[: len(PurePosixPath(path).parts) - 1]:
-                    folder.rmdir()  # only if it is empty
+                below, _, name = path.rpartition("/")
+                with self.here.opened(below) as folder, contextlib.suppress(FileNotFoundError):
+                    os.unlink(name, dir_fd=folder)
+                while below:
+                    below, _, name = below.rpartition("/")
+                    with self.here.opened(below) as folder:
+                        os.rmdir(name, dir_fd=folder)  # only if it is empty

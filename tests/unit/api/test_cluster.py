@@ -354,9 +354,13 @@ def test_files_that_cannot_be_moved_must_stay_with_their_cluster(monkeypatch):
         assert mine.log(0).read_text() == "mine" and not mine.shared.is_symlink() and not one.paths.root.exists()
 
 
-def test_a_move_that_was_interrupted_must_be_completed(tmp_path):
+def test_a_move_that_was_interrupted_must_be_completed(tmp_path, monkeypatch):
     _, mine = with_job(tmp_path)
-    mine.folder.path.rename(mine.root / ".job")
+    unlink = Path.unlink
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(Path, "unlink", raising(KeyboardInterrupt()))
+        run_dir.move_from_cluster(mine)
+    assert Path.unlink is unlink and mine.shared.is_symlink() and not mine.folder.path.exists()
     run_dir.move_from_cluster(mine)
     assert mine.log(0).read_text() == "mine" and not mine.shared.is_symlink()
 

@@ -76,7 +76,7 @@ def test_a_move_out_of_a_cluster_that_was_killed_before_its_last_step_must_be_fi
     rename = Path.rename
 
     def killed(path: Path, target: Path) -> Path:
-        if path.name == ".job":
+        if path.name.startswith(".job-"):
             raise KeyboardInterrupt
         return rename(path, target)
 
@@ -100,3 +100,32 @@ def test_what_a_down_that_was_killed_has_left_must_be_removable(tmp_path, monkey
         take_down(Whole(), one, 7.0)
     assert one.paths.root.exists()
     assert main(["down", "c-1", "--runs", str(tmp_path)]) == 0 and not one.paths.root.exists()
+
+
+def on_a_cluster(runs: Path) -> JobPaths:
+    create(JobPaths(runs / "c-1"), cluster="c-1")
+    mine = create(JobPaths(runs / "a-1"), cluster="c-1")
+    mine.log(0).write_text("mine")
+    return mine
+
+
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_what_a_pull_puts_in_the_way_of_a_move_must_replace_no_files_of_the_job(tmp_path, kind):
+    mine = on_a_cluster(tmp_path)
+    (mine.root / ".job").touch() if kind == "file" else (mine.root / ".job").mkdir()
+    run_dir.move_from_cluster(mine)
+    assert mine.log(0).read_text() == "mine" and not mine.shared.is_symlink()
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_folder_that_a_pull_names_as_a_cluster_must_not_be_emptied(tmp_path, own):
+    """The job has nodes of its own, or those of another cluster."""
+    mine = create(JobPaths(tmp_path / "a-1")) if own else on_a_cluster(tmp_path)
+    (tmp_path / "victim" / "nodes").mkdir(parents=True)
+    (tmp_path / "victim" / "nodes" / "file").write_text("mine")
+    (tmp_path / "evil").symlink_to("victim")
+    mine.shared.rename(mine.root / "moved") if own else mine.shared.unlink()
+    mine.shared.symlink_to(f"../evil/nodes/{mine.root.name}")
+    with pytest.raises(OSError, match="not one of your run directories|has no record|was replaced"):
+        run_dir.move_from_cluster(mine)
+    assert (tmp_path / "victim" / "nodes" / "file").read_text() == "mine"

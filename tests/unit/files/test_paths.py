@@ -98,12 +98,13 @@ def test_writing_a_file_must_replace_a_link_and_not_its_target(paths):
     write_whole(paths.report, "ours")
     assert not paths.report.is_symlink() and paths.report.read_text() == "ours"
     assert (paths.root.parent / "secret").read_text() == SECRET
-    with pytest.raises(IsADirectoryError):
-        write_whole(paths.shared, "ours")
     with pytest.raises(UnicodeEncodeError):
         write_whole(paths.report, "\ud800")
     assert paths.report.read_text() == "ours"
     assert not list(paths.root.glob(".*"))
+    (paths.page / "folder").mkdir(parents=True)
+    write_whole(paths.page, "ours")
+    assert paths.page.read_text() == "ours" and [*paths.root.glob(".report.html.*/folder")]  # moved aside
 
 
 def test_a_folder_in_place_of_a_file_must_be_moved_away_and_the_file_be_readable_by_nodes(paths):

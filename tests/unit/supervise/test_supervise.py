@@ -148,9 +148,10 @@ def test_a_job_whose_cluster_was_removed_before_it_started_must_have_failed(path
     assert (data["outcome"], data["reason"]) == ("failed", "its cluster was removed before it started")
 
 
-def test_a_failure_to_write_the_report_must_not_hide_the_outcome(paths):
+def test_a_failure_to_write_the_report_must_not_hide_the_outcome(paths, monkeypatch):
     create(paths)
-    paths.report.mkdir()
+    write, full = records.write, raising(OSError(28, "No space left on device"))
+    monkeypatch.setattr(records, "write", lambda path, text: (full if path == paths.report else write)(path, text))
     data, shown = supervise(paths, Whole([ALL_WELL]))
     assert data["outcome"] == "succeeded"
     assert [line for line in shown if line.startswith(f"warning: could not finish all files of {paths.root}: ")]
@@ -163,7 +164,7 @@ def test_a_run_directory_that_was_removed_must_be_named_and_not_created_again(pa
     engine.start = after(engine.start, lambda: shutil.rmtree(paths.root))
     data, shown = supervise(paths, engine)
     assert data["reason"] == "its run directory was removed" and not paths.root.exists()
-    assert shown[-1] == f"warning: {paths.root} was removed while the job ran: its report and logs are lost"
+    assert shown[-1] == f"warning: {paths.root} was removed or replaced while the job ran: its report and logs are lost"
 
 
 def test_a_job_that_has_removed_its_own_folder_must_have_its_outcome_and_a_report(paths):
