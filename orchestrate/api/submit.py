@@ -9,7 +9,6 @@ from orchestrate.console import print_message
 from orchestrate.engines.base import Engine
 from orchestrate.engines.slurm.script import script, words
 from orchestrate.errors import EngineError
-from orchestrate.files.folder import replacing_links
 from orchestrate.files.paths import WORK
 from orchestrate.files.work import Copy
 from orchestrate.host import records, slurm
@@ -24,8 +23,6 @@ def submit(engine: Engine, spec: JobSpec, plan: Plan, paths: JobPaths) -> None:
     """Submit a job whose run directory exists; raises EngineError with Slurm's own words if it refuses it."""
     _copy_code(plan, paths, engine.hidden(plan, paths.shared))
     records.write(paths.script, script(spec, paths))
-    with open(paths.supervisor_log, "ab", opener=replacing_links):
-        pass  # Slurm would follow a link
     number = slurm.call(*words(spec, paths), cwd=str(paths.root)).strip().partition(";")[0]
     if not number.isdigit():
         raise EngineError(f"sbatch did not print the number of a job, but {number!a}")

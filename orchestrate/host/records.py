@@ -78,6 +78,12 @@ def find(run: Path) -> Record | None:
     return found[1] if found else None
 
 
+def place(run: Path) -> Path:
+    """Return the folder that has the record of a run directory, or would have it."""
+    found = _find(run)
+    return found[0] if found else next(places())
+
+
 def runs(name: str = "") -> list[Path]:
     """Return the run directories that this account created, in any folder; with `name`, those of that name.
 

@@ -82,9 +82,12 @@ def _ask(job: str) -> State:
 
 
 def facts(job: str) -> dict[str, str]:
-    """Return what the controller knows of a job, by its names for it; raises EngineError."""
+    """Return what the controller knows of a job, by its names for it; raises EngineError.
+
+    Of a name that is there twice, the first one counts: the others may be in the job's paths, which come later.
+    """
     text = call("scontrol", "show", "job", "--oneliner", job)
-    return {name: value for name, _, value in (word.partition("=") for word in text.split())}
+    return {name: value for name, _, value in (word.partition("=") for word in reversed(text.split()))}
 
 
 def answers(host: str) -> bool:

@@ -27,7 +27,7 @@ from orchestrate.node.stacks import collect
 from orchestrate.node.status import StatusServer
 from orchestrate.node.store import blocked
 from orchestrate.node.traffic import Traffic, families
-from orchestrate.node.trees import identity, replace
+from orchestrate.node.trees import FOLDER, identity, replace
 from orchestrate.node.warm import SUPPORTED, limits_and_priority
 from orchestrate.node.wipe import free_ipc, wipe
 from orchestrate.node.worker import FAILED_TO_START, Worker, activity, kill, oom_kills
@@ -226,9 +226,14 @@ class Agent:
     def _write_secrets(self, secrets: dict[str, str]) -> None:
         """Write the job's secret files, which only this user can read; raises Refused."""
         for path, content in secrets.items():
+            folder, name = os.path.split(path)
             try:
-                os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
-                replace(path, content, 0o400)
+                os.makedirs(folder, mode=0o700, exist_ok=True)
+                descriptor = os.open(folder, FOLDER)  # on a cluster, a project could have put a link there
+                try:
+                    replace(name, content, 0o400, descriptor)
+                finally:
+                    os.close(descriptor)
             except OSError as error:
                 raise Refused(f"start: secrets: cannot write {shown(path)}: {error.strerror}") from None
 

@@ -59,17 +59,17 @@ def data(file: BinaryIO, offset: int, most: int) -> tuple[int, bytes]:
     return offset, os.pread(file.fileno(), most, offset)
 
 
-def replace(path: str, text: str, mode: int = 0o644) -> None:
-    """Replace whatever is at `path` by a file with this content and mode; raises OSError."""
-    fresh = f"{os.path.dirname(path)}/.{os.urandom(8).hex()}"
+def replace(path: str, text: str, mode: int = 0o644, folder: int | None = None) -> None:
+    """Replace whatever is at `path`, relative to a folder's descriptor if there is one, by a file; raises OSError."""
+    fresh = os.path.join(os.path.dirname(path), f".{os.urandom(8).hex()}")
     try:
-        with open(opened(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
+        with open(opened(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, folder), "wb") as file:
             os.fchmod(file.fileno(), mode)
             file.write(text.encode(errors="surrogateescape"))
-        os.replace(fresh, path)
+        os.replace(fresh, path, src_dir_fd=folder, dst_dir_fd=folder)
     except BaseException:
         with contextlib.suppress(OSError):
-            os.unlink(fresh)
+            os.unlink(fresh, dir_fd=folder)
         raise
 
 

@@ -7,11 +7,13 @@ import hmac
 import logging
 import os
 import re
+import sys
 import time
+from pathlib import Path
 
 from orchestrate.dataclass import dataclass
 from orchestrate.errors import EngineError, OrchestrateError
-from orchestrate.files.folder import content, write_whole
+from orchestrate.files.folder import content, replacing_links, write_whole
 from orchestrate.host import records, slurm
 from orchestrate.host.records import Record
 from orchestrate.record.paths import JobPaths
@@ -42,7 +44,7 @@ class Batch:
         state = slurm.state(self.id, fresh=True)
         if not state.name:
             return False
-        os.close(os.open(self.paths.stop_asked, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600))
+        write_whole(self.paths.stop_asked, "")
         how = ["--batch", "--signal=TERM"] if state.name == "RUNNING" else []
         for left in reversed(range(ATTEMPTS)):
             try:
@@ -55,6 +57,19 @@ class Batch:
                     raise
                 time.sleep(1.0)
         return True
+
+
+def early_log(paths: JobPaths) -> Path:
+    """Return the file for what a batch script prints before it has its own log: Slurm would follow a link in a run."""
+    return records.place(paths.root) / f"{paths.root.name}.slurm"
+
+
+def take_log(paths: JobPaths) -> None:
+    """Let this process, the batch script, write to the log of the supervisor from now on; raises OSError."""
+    with open(paths.supervisor_log, "ab", opener=replacing_links) as file:
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(file.fileno(), stream.fileno())
+    early_log(paths).unlink(missing_ok=True)
 
 
 def of(paths: JobPaths) -> Batch | None:

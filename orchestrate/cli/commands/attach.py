@@ -14,10 +14,11 @@ from orchestrate import errors
 from orchestrate.cli import display, find, options, result, signals, waiting
 from orchestrate.cli.parser import Parser
 from orchestrate.clock import Clock, wait_until
-from orchestrate.console import print_message
+from orchestrate.console import clean, print_message, shortened
 from orchestrate.engines import choice
 from orchestrate.engines.base import Engine
 from orchestrate.errors import OrchestrateError, UsageError
+from orchestrate.files.folder import content
 from orchestrate.host import slurm
 from orchestrate.record import batch, lock, run_dir
 from orchestrate.record.logs import rest
@@ -47,6 +48,8 @@ def run(args: argparse.Namespace) -> int:
     if args.batch and not wait_until(lambda: batch.is_own(paths), RECORDED_AFTER, args.clock, 0.1):
         what = f"{paths.root.name} was not submitted as this job of Slurm, but as {batch.of(paths) or 'none'}"
         raise UsageError(what, f"python -m orchestrate attach {paths.root.name}, on a login node")
+    if args.batch:
+        batch.take_log(paths)
     return until_end(args, paths)
 
 
@@ -122,7 +125,10 @@ def _left_the_queue(paths: JobPaths, followed: batch.Batch) -> None:
     """Record the end of a job that was canceled in the queue; raise OrchestrateError for one whose end is unknown."""
     state = batch.last_state(followed)
     if state != "CANCELLED":
-        what = f"{followed} has left the queue{f' ({state})' * bool(state)}, and has not recorded its result"
+        said = ""
+        with contextlib.suppress(OSError, ValueError):
+            said = f": {shortened(clean(content(batch.early_log(paths)).strip()), 300)}"
+        what = f"{followed} has left the queue{f' ({state})' * bool(state)}, and has not recorded its result{said}"
         hint = "python -m orchestrate doctor --engine slurm checks whether machines see this folder"
         raise OrchestrateError(what, f"{hint}; attach {paths.root.name} submits it again")
     from orchestrate.api import stop  # only here: it takes time to import

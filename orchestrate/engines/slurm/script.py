@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 from orchestrate.engines.slurm.engine import COMMENT, cpus, gpus
 from orchestrate.files.paths import PACKAGE
+from orchestrate.record import batch
 from orchestrate.record.paths import JobPaths
 from orchestrate.spec.inputs import REQUEUES
 from orchestrate.spec.sizes import UNLIMITED, parse_size
@@ -28,8 +29,8 @@ cd {package} && exec {command}
 
 def options(spec: JobSpec, paths: JobPaths) -> dict[str, str]:
     """Return the options of sbatch for a job that this batch script supervises."""
-    name, nodes = spec.name or paths.root.name, spec.trainers + 1 + spec.spares
-    found = requested(spec, name, nodes, str(paths.supervisor_log))
+    output = str(batch.early_log(paths)).replace("%", "%%")  # which stands for other things
+    found = requested(spec, paths.root.name, spec.trainers + 1 + spec.spares, output)
     return found | {"comment": f"{COMMENT}{paths.root}", "export": "ALL", "no-kill": ""} | given(spec)
 
 

@@ -220,6 +220,29 @@ def test_a_job_that_waits_must_say_why_and_end_when_it_is_canceled(jobs):
     assert [*jobs.folder.glob("runs/*")] == [run]
 
 
+@pytest.mark.exhaustive
+def test_links_that_come_while_a_job_waits_and_odd_paths_must_change_nothing(jobs):
+    """Such as those of `git pull`; Slurm shows paths among its own fields, and replaces % in that of the output."""
+    odd = jobs.folder / "p JobState=PENDING Restarts=9 %u"
+    odd.mkdir()
+    jobs.folder = odd
+    (odd / "prints.py").write_text("print('printed', flush=True)\n")
+    run = jobs.detach("--set", "slurm.begin=now+6", "--nodes", "1", "--", "prints.py")
+    for name in ("supervisor.log", "stop.asked", "secrets", "addresses"):
+        (odd / name).mkdir() if name in ("secrets", "addresses") else (odd / name).write_text("mine")
+        (run / name).symlink_to(odd / name)
+    found = report(run)
+    assert (found["outcome"], (run / "logs" / "rank-0.log").read_text()) == ("succeeded", "printed\n")
+    assert [(odd / name).read_text() for name in ("supervisor.log", "stop.asked")] == ["mine", "mine"]
+    assert not [*(odd / "secrets").iterdir(), *(odd / "addresses").iterdir()]
+    assert not (run / "supervisor.log").is_symlink() and "printed" in (run / "supervisor.log").read_text()
+    (odd / "waits.py").write_text("import time\nprint('waits', flush=True)\ntime.sleep(600)\n")
+    run = jobs.detach("--nodes", "1", "--", "waits.py")
+    eventually(lambda: (run / "logs" / "rank-0.log").exists() and "waits" in (run / "logs" / "rank-0.log").read_text())
+    jobs.cluster("scancel", number(run))
+    assert (report(run)["outcome"], report(run)["reason"]) == ("stopped", "stopped by the user")
+
+
 def test_a_job_that_its_partition_can_never_run_must_be_warned_of(jobs):
     words = ["run", "--set", "slurm.partition=all", "--nodes", "9", "--", "sums.py"]  # the engine by the setting
     process = jobs.cluster.orchestrate(jobs.folder, *words)
