@@ -19,6 +19,7 @@ from orchestrate.host import writable
 from orchestrate.record.outcomes import Outcome
 from orchestrate.record.paths import JobPaths
 from orchestrate.record.report import text
+from orchestrate.spec.folders import led_out
 from orchestrate.supervise.context import BY_MAX_RUN
 
 EXIT_CODES = {Outcome.SUCCEEDED: errors.SUCCEEDED, Outcome.FAILED: errors.FAILED, Outcome.LOST: errors.LOST}
@@ -39,6 +40,8 @@ def prepare(args: argparse.Namespace) -> None:
         raise UsageError("--junit-xml needs the end of the job", "use attach JOB --junit-xml FILE later")
     if os.path.lexists(file) and not stat.S_ISREG(file.lstat().st_mode):
         raise UsageError(f"--junit-xml: {file} is not a file", "choose another name")
+    if real := led_out(str(Path.cwd() / file.parent)) if not file.is_absolute() else "":
+        raise UsageError(f"--junit-xml: {file.parent} is a link to {real}", "name that folder, if it is what you mean")
     folder = writable.resolved(str(file.parent), fixed=True)
     try:
         os.makedirs(folder, exist_ok=True)

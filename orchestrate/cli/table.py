@@ -15,11 +15,12 @@ class Command(NamedTuple):
     inside: bool = False  # it takes a command after `--`
     job: bool = False  # it takes a job that exists
     removes: bool = False  # it removes run directories
+    page: bool = False  # it writes next to them
 
     @property
     def writes(self) -> bool:
-        """Whether it creates or removes run directories."""
-        return self.plans or self.removes
+        """Whether it creates or removes something in the folder of run directories."""
+        return self.plans or self.removes or self.page
 
 
 START, LOOK, DIRECT, MACHINE, HELP = "start jobs", "look at jobs", "direct jobs", "this machine", "help"
@@ -34,7 +35,7 @@ COMMANDS = {
     "top": Command("show what the workers of a running job use: CPU, memory, GPUs", LOOK, job=True),
     "stacks": Command("show where each worker of a running job is in its code", LOOK, job=True),
     "events": Command("print what happened to a job, and when", LOOK, job=True),
-    "report": Command("write a page about jobs that have ended: report.html", LOOK, job=True),
+    "report": Command("write a page about jobs that have ended: report.html", LOOK, job=True, page=True),
     "serve": Command("show jobs in a web browser on this machine", LOOK),
     "exec": Command("run a command beside a worker of a running job", DIRECT, inside=True, job=True),
     "shell": Command("start a shell beside a worker of a running job", DIRECT, job=True),

@@ -103,7 +103,10 @@ def _launch(spec: JobSpec, form: str, folder: str) -> str:
         hint = "push an image with the packages of the job to a registry, or convert it to a file, and set image"
         raise UsageError(f"{form} cannot get {IMAGE}, which is only on this machine", hint)
     node = [] if carries_node(spec.image) else [f"{_checked(PACKAGE, form)}:/opt/orchestrate"]
-    options = words(form, spec.image, folder, [f"{folder}:{folder}", "$JOB_DIR:$JOB_DIR", *node])
-    # Nothing in a mount has to be quoted, and the shell knows this folder.
-    line = " ".join(f'"{word}"' if "$JOB_DIR:" in word else shlex.quote(word) for word in options)
+    mounts = [f"{folder}:{folder}", "$JOB_DIR:$JOB_DIR", *node]
+    own = ",".join(mounts)  # in which nothing has to be quoted, and of which the shell knows a part
+    options = words(form, spec.image, folder, mounts)
+    line = " ".join(
+        f'"{word}"' if word in (own, f"--container-mounts={own}") else shlex.quote(word) for word in options
+    )
     return f"{line} \\\n        python {container.PROGRAM} {command}"

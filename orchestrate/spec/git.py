@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import threading
+from itertools import islice
 from pathlib import Path
 
 from orchestrate.files.folder import content
@@ -25,6 +26,8 @@ PIECE = 1 << 16  # bytes per read
 MAX_OUTPUT = 1 << 20  # bytes
 QUICK = 5.0  # seconds; a huge repository must not delay the job
 # With a limit of memory, in KiB: to compare a file of empty lines takes 26 times its size.
+PARTS = ("objects", "refs", "HEAD", "packed-refs", "config")  # of `.git`
+MAX_LOOKED_AT = 100_000  # entries of a folder in `.git`
 LIMITED = ("sh", "-c", 'ulimit -v 2097152; exec "$@"', "sh")
 
 
@@ -111,7 +114,7 @@ def is_its_own(tree: Path, env: dict[str, str]) -> bool:
     """
     git = tree / ".git"
     if git.is_symlink() or git.is_dir():
-        return not git.is_symlink()
+        return not git.is_symlink() and not _leads_elsewhere(git)
     there = Path(os.fsdecode(output(["rev-parse", "--absolute-git-dir"], tree, env)).rstrip("\n"))
     found = []
     with contextlib.suppress(OSError):
@@ -120,3 +123,14 @@ def is_its_own(tree: Path, env: dict[str, str]) -> bool:
         setting = output(["config", "--file", str(there / "config"), "core.worktree"], tree, env)
         found.append(there / os.fsdecode(setting).rstrip("\n"))
     return tree.resolve() in [path.resolve() for path in found]
+
+
+def _leads_elsewhere(git: Path) -> bool:
+    """Whether a `.git` folder has parts of another repository: by a file that names it, or by links."""
+    if os.path.lexists(git / "commondir") or any((git / name).is_symlink() for name in PARTS):
+        return True
+    for folder in (git / "objects", git / "objects" / "pack"):
+        with contextlib.suppress(OSError), os.scandir(folder) as entries:
+            if any(entry.is_symlink() for entry in islice(entries, MAX_LOOKED_AT)):
+                return True
+    return False

@@ -21,7 +21,7 @@ OPTIONS = (
 LOCATIONS = ("--index-url", "-i", "--extra-index-url", "--find-links", "-f")
 INCLUDE = re.compile(r"(?:-r|--requirement)[ =]?\s*(\S+)")
 VARIABLE = re.compile(r"\$\{([A-Z0-9_]+)\}")  # pip replaces only these
-LOCAL = re.compile(r"\.{0,2}/|\.{1,2}$|~|.*\.(whl|tar\.gz|zip)$", re.IGNORECASE)
+LOCAL = re.compile(r"[^\s;@\[]*/|\.{1,2}$|~|.*\.(whl|tar\.gz|zip)$", re.IGNORECASE)
 FILE = re.compile(r"(.*[\s@+=])?file:", re.IGNORECASE)
 LOCALLY = "installs from a local folder: nodes can import your current folder without that"
 REMOTE = re.compile(r"([^\s;@]+\s*@\s*)?((git\+)?(https?|ssh)://|\$\{)", re.IGNORECASE)

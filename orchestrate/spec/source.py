@@ -26,6 +26,7 @@ GIT, FILE = "git+", "file://"
 CACHE = "sources"  # with a folder per repository: `git`, and a checkout per commit
 READABLE = 0o022  # umask: nodes may run as another user; the cache itself is private
 FETCH_TIMEOUT = 600  # seconds
+MAX_FILES, MAX_NAMES = 200_000, 32 << 20  # files of a revision, and bytes of their paths
 MAX_ERRORS = 1 << 16  # bytes of git's messages, of which a server sends as many as it likes
 # Only protocols that cannot run programs on this machine, no prompts, and messages in English.
 SAFE = {"GIT_ALLOW_PROTOCOL": "https:ssh:file", "GIT_TERMINAL_PROMPT": "0", "GIT_LFS_SKIP_SMUDGE": "1", "LC_ALL": "C"}
@@ -135,6 +136,7 @@ def _fetch(repository: Repository, cache: Path) -> Path:
     folder = cache / commit
     if not folder.is_dir():
         fresh = cache / f".{commit}"
+        _check_size(there, commit)
         shutil.rmtree(fresh, ignore_errors=True)  # of an interrupted run
         fresh.mkdir()
         fresh.chmod(0o755)
@@ -142,6 +144,17 @@ def _fetch(repository: Repository, cache: Path) -> Path:
         (bare / "index").unlink(missing_ok=True)  # otherwise, the next checkout takes files for deleted
         fresh.rename(folder)
     return folder
+
+
+def _check_size(there: str, commit: str) -> None:
+    """Raise ResourceError for a revision with too many files: some KiB of a repository can have billions."""
+    command = ["git", *PLAIN, there, "ls-tree", "-r", "--name-only", "-z", commit]
+    code, names = git.run(command, environment() | SAFE, MAX_NAMES, FETCH_TIMEOUT)
+    if code or names.count(b"\0") > MAX_FILES:
+        what = (
+            f"source: {commit[:12]} has more than {MAX_FILES:,} files, or their names more than {MAX_NAMES >> 20} MiB"
+        )
+        raise ResourceError(what, "use a repository with the code of the job")
 
 
 def _check_own(folder: Path) -> None:

@@ -49,7 +49,7 @@ def module(name: str, plan: Plan) -> str:
         return "" if rest else f"{top} is in your folder, but Python searches the script's: -e PYTHONPATH=.{start}"
     for folder in _folders(code):
         if _holds(code / folder, top):
-            return f"{top} is in {folder}/, which Python does not search: -e PYTHONPATH={folder}"
+            return f"{top} is in {folder}/, which Python does not search: -e PYTHONPATH={shlex.quote(folder)}"
     if top in ("torch", "torchvision") and not plan.contained:
         return f"{name} is neither in your folder nor installed: {plan.placement.python} -m pip install {top}"
     if top in PROJECTS:

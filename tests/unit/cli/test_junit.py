@@ -72,6 +72,15 @@ def test_the_folder_of_the_file_must_be_created(do, engine, tmp_path):
     assert code == 2 and "File exists" in err[-2]
 
 
+def test_a_folder_that_a_project_leads_elsewhere_must_be_refused(do, tmp_path, monkeypatch):
+    (tmp_path / "project").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "project" / "results").symlink_to(tmp_path / "elsewhere")
+    monkeypatch.chdir(tmp_path / "project")
+    code, _, err = do("run", "--junit-xml", "results/r.xml", *APP)
+    assert code == 2 and "results is a link to" in err[-2] and not [*(tmp_path / "elsewhere").iterdir()]
+
+
 def test_what_is_not_a_file_must_be_refused_before_there_is_a_job_and_kept(do, runs, tmp_path):
     (tmp_path / "link").symlink_to("/dev/stdout")
     for name in ("link", "."):

@@ -70,7 +70,7 @@ def launched(form: str, image: str, monkeypatch, folder: str = "/my-code", argum
 
 
 def test_a_node_must_be_started_with_the_exact_command(monkeypatch):
-    ours, other = "registry.example/orchestrate-node:0.1", "mine:1;$(a)'"
+    ours, other = "registry.example/orchestrate-node:0.1", "mine:1;$(a)',$JOB_DIR:$JOB_DIR"
     mounts = "/my-code:/my-code,/job dir/x:/job dir/x"
     node = ["python", "/opt/orchestrate/node", *COMMAND]
     assert launched("venv", ours, monkeypatch) == [sys.executable, str(NODE), *COMMAND]

@@ -55,6 +55,7 @@ def test_a_file_must_be_read_with_the_files_that_it_includes(tmp_path):
         ("-c constraints.txt", "r.txt:1: -c is not supported"),
         ("--only-binary :all: -r /etc/passwd", "r.txt:1: a line has one option"),
         ("--pre -e .", "r.txt:1: a line has one option"),
+        ("sub/pkg", "r.txt:1: sub/pkg installs from a local folder"),
         ("numpy\n--index-url https://me:hunter22@example.org/simple", "r.txt:2: a URL contains a password"),
         ("https://ghp_0123456789abcdefghij@example.org/a.zip", "r.txt:1: a URL contains a password"),
         ("-r r.txt\n-e .", "r.txt:2: -e installs from a local folder"),

@@ -108,12 +108,24 @@ def test_a_repository_that_a_job_could_write_must_not_be_fetched(repository, tmp
         source.check_out(source.parsed(f"git+file://{ours}"))
 
 
-@pytest.mark.parametrize("way", [".git", "alternates"])
+@pytest.mark.parametrize("way", [".git", "alternates", "commondir", "objects", "pack", "loose"])
 def test_a_folder_that_leads_to_another_repository_must_be_refused(repository, tmp_path, way):
     theirs = tmp_path / "theirs"
     if way == ".git":
         theirs.mkdir()
         (theirs / ".git").write_text(f"gitdir: {repository}/.git\n")
+        expected = f"{theirs}/.git names the repository of another folder"
+    elif way != "alternates":
+        subprocess.run(["git", "init", "-q", theirs], check=True)
+        git, of = theirs / ".git", repository / ".git"
+        if way == "commondir":
+            (git / "commondir").write_text(f"{of}\n")
+        elif way == "loose":
+            (git / "objects" / "ab").symlink_to(next((of / "objects").glob("[0-9a-f][0-9a-f]")))
+        else:
+            path = git / "objects" if way == "objects" else git / "objects" / "pack"
+            shutil.rmtree(path)
+            path.symlink_to(of / "objects")
         expected = f"{theirs}/.git names the repository of another folder"
     else:
         subprocess.run(["git", "init", "-q", theirs], check=True)
@@ -155,3 +167,12 @@ def test_a_folder_of_a_repository_that_is_a_link_to_elsewhere_must_be_refused(re
     commit(repository)
     with pytest.raises(UsageError, match="src leads out of the repository"):
         source.enter(JobSpec(source=f"git+file://{repository}#src"))
+
+
+def test_a_revision_with_too_many_files_must_be_refused_before_they_are_created(repository, monkeypatch):
+    monkeypatch.setattr(source, "MAX_FILES", 3)
+    for number in range(4):
+        (repository / f"{number}.py").touch()
+    commit(repository)
+    with pytest.raises(ResourceError, match="has more than 3 files"):
+        source.check_out(source.parsed(f"git+file://{repository}"))
