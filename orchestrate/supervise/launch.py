@@ -185,7 +185,8 @@ def _end(supervisor: Supervisor, result: JobResult, hide: Mask) -> dict[str, Any
     written = report.Written(files.paths.work, [], False) if work else None
     try:
         written = files.remove_unchanged_copies(supervisor.plan.placement) if down else None
-        copies = job.copies.end("" if down else "nodes may still write")
+        refused = "" if down else "nodes may still write"
+        copies = job.copies.end("its run directory was replaced" if records.replaced(files.paths.root) else refused)
     except patience.Abandoned:
         patience.calm()
         copies = job.copies.end("copying was stopped")

@@ -3,8 +3,10 @@
 import os
 import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
+from support.faults import Background
 from support.leftovers import docker
 from support.victims import facts
 
@@ -71,3 +73,60 @@ def test_links_that_a_pull_has_put_into_a_run_directory_must_not_be_written_thro
     assert done.returncode == 0, done.stderr
     assert cli("wait", paths.root.name).returncode == 0
     assert {path.name: path.read_text() for path in victims.iterdir()} == {path.name: "mine" for path in files}
+
+
+def files_of(folder: Path) -> dict[str, tuple[int, str]]:
+    """The mode and content of everything in a folder."""
+    return {
+        str(path.relative_to(folder)): (path.lstat().st_mode, path.read_text() if path.is_file() else "")
+        for path in folder.rglob("*")
+    }
+
+
+@pytest.mark.each_engine
+def test_a_run_directory_that_a_pull_replaces_by_a_link_must_lead_nowhere(cli, engine, nothing_left):
+    """If it is ignored, git removes the directory without a word."""
+    victim = cli.folder / "victim"
+    for name in ("report.json", "usage.json", "usage.asked", "job/work/count.py", "job/mine", "sockets/a"):
+        (victim / name).parent.mkdir(parents=True, exist_ok=True)
+        (victim / name).write_text("mine")
+    (victim / "job" / "closed").mkdir()
+    (victim / "job" / "closed").chmod(0)
+    (victim / "sockets" / "a").chmod(0o6755)
+    before = files_of(victim)
+    store = cli.folder / "store"
+    job = Background(cli, engine, "--set", f"output=file://{store}", "--", "count.py", "100000", trainers=1)
+    job.until("workers_started")
+    root = cli.run_dir()
+    root.rename(cli.folder / "removed")
+    root.symlink_to(victim)
+    assert job.end() in (1, 3) and "was removed or replaced while the job ran" in job.err, job.err
+    after = files_of(victim)
+    if engine == "process":  # whose workers, of this account, go on writing to $JOB_DIR
+        after = {name: facts for name, facts in after.items() if name in before}
+    assert after == before
+    assert not [path for path in store.rglob("*") if path.is_file() and path.read_text(errors="replace") == "mine"]
+    root.unlink()
+
+
+def test_a_link_in_a_run_directory_must_not_be_published(cli, nothing_left):
+    (cli.folder / "secret").write_text("a key of the user")
+    store = cli.folder / "store"
+    job = Background(cli, "process", "--set", f"output=file://{store}", "--", "count.py", "until-asked", trainers=1)
+    job.until("workers_started")
+    JobPaths(cli.run_dir()).patch.symlink_to(cli.folder / "secret")
+    cli.finish_jobs()
+    assert job.end() == 0
+    assert not [path for path in store.rglob("*") if path.is_file() and "a key of" in path.read_text(errors="replace")]
+
+
+def test_a_job_must_keep_its_supervisor_if_a_pull_replaces_its_lock(cli, nothing_left):
+    job = Background(cli, "process", "--", "count.py", "until-asked", trainers=1)
+    job.until("workers_started")
+    paths = JobPaths(cli.run_dir())
+    paths.lock.unlink()
+    paths.lock.touch()
+    done = cli("rm", paths.root.name)
+    assert done.returncode == 2 and "another process" in done.stderr, done.stderr
+    cli.finish_jobs()
+    assert job.end() == 0 and cli.report()["generations"] == 1
