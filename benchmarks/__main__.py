@@ -37,6 +37,7 @@ ON_DOCKER = (
     "steady-state",
     "speed-up",
     "many-nodes",
+    "slurm",
     "log-lines",
     "checkpoint",
     "time-to-accuracy",

@@ -50,6 +50,7 @@ CODE = {
     "commands": ("orchestrate/cli", "orchestrate/console.py", "orchestrate/record", "orchestrate/spec"),
     "image-rebuild": ("Dockerfile",),
     "log-lines": ("orchestrate/record/logs.py", "orchestrate/show", "orchestrate/console.py"),
+    "slurm": ("orchestrate/engines/slurm", "orchestrate/node", "orchestrate/supervise", "orchestrate/api/submit.py"),
     "speed-up": ("app", "orchestrate/node"),
     "steady-state": ("app", "orchestrate/node", "docker-compose.yml"),
     "time-to-accuracy": ("app", "orchestrate/node"),
