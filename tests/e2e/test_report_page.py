@@ -210,10 +210,10 @@ def test_a_copied_job_must_have_a_page_whatever_its_events_and_its_report_are(cl
     assert "torch 5 and 2.9.1" in text and ("checkpoints saved" in text) == (damage == "many")
 
 
-def test_a_page_that_cannot_be_written_must_not_change_the_outcome(cli):
+def test_a_folder_in_place_of_the_page_must_be_moved_aside(cli):
     (cli.folder / "writes.py").write_text(
         "import os\nos.makedirs(os.path.dirname(os.environ['JOB_DIR']) + '/report.html/full')\n"
     )
     done = cli("run", "--engine", "process", "--trainers", "0", "writes.py")
-    assert done.returncode == 0 and "report.html: " in done.stderr, done.stderr
-    assert cli.report()["outcome"] == "succeeded"
+    assert done.returncode == 0 and cli.report()["outcome"] == "succeeded", done.stderr
+    assert (cli.run_dir() / "report.html").is_file() and [*cli.run_dir().glob(".report.html.*/full")]
