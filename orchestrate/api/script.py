@@ -133,11 +133,9 @@ def _start(chdir: str, top: Path) -> Path:
 
 def _check_program(shell: str, words: list[str], here: Path) -> None:
     """Raise UsageError for a shell with a script that does not exist, and for a script without its suffix."""
-    if shutil.which(shell):
-        pass
-    elif (here / f"{shell}.py").is_file():
-        raise UsageError(f"the script {shell} does not exist", f"did you mean {shell}.py?")
-    else:
+    if not shutil.which(shell):
+        if (here / f"{shell}.py").is_file():
+            raise UsageError(f"the script {shell} does not exist", f"did you mean {shell}.py?")
         for count in range(1, len(words) + 1):
             if (here / (path := " ".join([shell, *words[:count]]))).is_file():
                 raise UsageError(f"the script {shell} does not exist", f"quote the path: {shlex.quote(path)}")

@@ -22,7 +22,7 @@ from orchestrate.plan.container import OOM_SCORE_ADJ
 from orchestrate.plan.limits import MIN_PROCESSES
 from orchestrate.spec.spec import IMAGE
 
-REMOVAL_TIMEOUT = 2.0  # seconds for the engine to create a container for which nobody waits anymore
+REMOVAL_TIMEOUT = 2.0  # seconds for the engine to complete a request that was interrupted
 ABANDONED_AFTER = 600  # seconds: no command looks into an image for that long
 
 

@@ -29,7 +29,7 @@ cd {package} && exec {command}
 
 def options(spec: JobSpec, paths: JobPaths) -> dict[str, str]:
     """Return the options of sbatch for a job that this batch script supervises."""
-    output = str(batch.early_log(paths)).replace("%", "%%")  # which stands for other things
+    output = str(batch.early_log(paths)).replace("%", "%%")  # Slurm would replace %u, for example
     found = requested(spec, paths.root.name, spec.trainers + 1 + spec.spares, output)
     return found | {"comment": f"{COMMENT}{paths.root}", "export": "ALL", "no-kill": ""} | given(spec)
 

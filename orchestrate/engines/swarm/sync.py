@@ -200,7 +200,7 @@ class FileSync:
 
     def _copy_from(self, node: NodeCopy, link: NodeConnection, held: contextlib.ExitStack) -> bool:
         """Copy new data from a node; `held` gets the lock of a large list."""
-        have = {path: self._size(path) for path in node.logs}
+        have = {path: self.here.size(path) for path in node.logs}
         changes = link.converse(
             protocol.GetChanges(self.folder, have), protocol.Changes, admit=one_at_a_time(self.large, held)
         )
@@ -210,16 +210,13 @@ class FileSync:
         self._remove_conflicts(node, {**changes.files, **changes.links})
         more = self._fetch(node, changes.files)
         self._remove_deleted(node, changes, more)
-        return bool(node.due) or any(appended) and any(self._size(path) < end for path, end in node.ends.items())
+        return bool(node.due) or any(appended) and any(self.here.size(path) < end for path, end in node.ends.items())
 
     def _disconnect(self, node: NodeCopy) -> None:
         if node.link:
             node.link.close()
         node.drop()
         node.link, node.heard = None, False
-
-    def _size(self, path: str) -> int:
-        return self.here.size(path)
 
     def _append(self, path: str, data: str) -> bool:
         """Append new output to a log; return whether that succeeded."""

@@ -1,4 +1,4 @@
-"""Containers that look into an image, and are gone when nobody waits for them."""
+"""Containers that inspect an image: interrupted and killed commands must leave none."""
 
 import os
 import signal
