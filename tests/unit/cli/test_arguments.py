@@ -281,6 +281,7 @@ def test_a_program_must_be_found_in_the_folder_or_left_to_the_image(here, argume
         ("plain.sh", "neither a .py file nor executable", "-- bash plain.sh"),
         ("./none", "does not exist", "paths are relative to"),
         ("notes --lr 1", "the script notes does not exist", "did you mean notes.py?"),
+        ("my two words.py --lr 1", "the script my does not exist", "quote the path: 'my two words.py'"),
         ("./folder", "is a folder", "-- -m folder.MODULE"),
         ("bash none.sh a", "the script none.sh does not exist", "paths are relative to"),
         ("/bin/zsh none.sh", "the script none.sh does not exist", "paths are relative to"),
@@ -297,7 +298,7 @@ def test_a_program_must_be_found_in_the_folder_or_left_to_the_image(here, argume
 )
 def test_a_file_that_is_not_a_program_must_be_refused(here, arguments, why, hint):
     (here / "loop.py").symlink_to("loop.py")
-    for name in ("plain.sh", "notes.py"):
+    for name in ("my two words.py", "plain.sh", "notes.py"):
         (here / name).touch()
     with pytest.raises(UsageError, match=why) as found:
         check_script(resolve({"command": arguments}))
