@@ -33,6 +33,8 @@ def ends(logs: Iterable[Path], ranks: int) -> list[str]:
 class Training:
     """The script steps.py on four nodes, and faults to inject."""
 
+    timeout = RESTART_TIMEOUT
+
     def tails(self) -> list[str]:
         """The end of each rank's output."""
         raise NotImplementedError
@@ -56,9 +58,9 @@ class Training:
     def restarted(self, moment: float, before: list[str]) -> float:
         """Seconds from `moment` until every rank has completed a step in a process not in `before`.
 
-        Raises TimeoutError if that takes longer than RESTART_TIMEOUT, or the job ends.
+        Raises TimeoutError if that takes longer than `timeout`, or the job ends.
         """
-        while time.time() - moment < RESTART_TIMEOUT and self.alive():
+        while time.time() - moment < self.timeout and self.alive():
             steps = [STEP.findall(tail) for tail in self.tails()]
             own = [
                 [float(at) for pid, at in found if pid != old and float(at) > moment]
