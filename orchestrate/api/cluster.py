@@ -21,7 +21,7 @@ from orchestrate.errors import OrchestrateError, UsageError
 from orchestrate.files.folder import content, write_whole
 from orchestrate.files.paths import NODES
 from orchestrate.host import records, users
-from orchestrate.host.processes import started
+from orchestrate.host.processes import myself, named
 from orchestrate.plan.plan import Inventory, Placement, Plan, names, plan, pluralize
 from orchestrate.record import lock, run_dir
 from orchestrate.record.paths import JobPaths
@@ -144,8 +144,8 @@ class Cluster:
                 return False
             if not self.private:
                 return not self.jobs()
-            pid, _, since = content(self.paths.private).partition(" ")
-            return started(int(pid)) != since
+            program = content(self.paths.private)
+            return bool(program) and not named(program)
         except (OSError, ValueError):
             return False
 
@@ -231,7 +231,7 @@ def start(engine: Engine, spec: JobSpec, runs: Path, private: bool = False) -> t
     with contextlib.ExitStack() as held:
         created, session = bring_up(engine, dataclasses.replace(spec, name=spec.name or "cluster"), runs, held)
         if private:
-            write_whole(created.paths.private, f"{os.getpid()} {started(os.getpid())}")
+            write_whole(created.paths.private, myself())
     packages, warm = ", ".join(created.plan.placement.packages), True
     if packages:
         phase(f"importing {packages} in {pluralize(len(created.plan.nodes), 'node')}")
