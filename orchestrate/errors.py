@@ -14,6 +14,7 @@ OrchestrateError          1
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 
 SUCCEEDED = 0
 FAILED = 1  # a worker failed
@@ -76,3 +77,15 @@ class ResourceError(OrchestrateError):
     """Something that the job needs is missing: an image, GPUs, Compose."""
 
     exit_code = 4
+
+
+def did_you_mean(word: str, known: Iterable[str], count: int = 1, cutoff: float = 0.65) -> str:
+    """Return a hint with the known words that are most similar to a misspelled one, `count` at most; "" if none is.
+
+    Dashes at the start do not count; `cutoff` is the similarity, from 0 to 1, that a word needs.
+    """
+    import difflib  # only here, for --help
+
+    names = {name.lstrip("-"): name for name in known}
+    matches = difflib.get_close_matches(word.lstrip("-"), names, count, cutoff)
+    return f"did you mean {' or '.join(names[match] for match in matches)}?" if matches else ""

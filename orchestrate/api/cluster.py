@@ -18,10 +18,10 @@ from orchestrate.dataclass import dataclass
 from orchestrate.engines.base import SWARMS, Engine, Session
 from orchestrate.engines.ports import port
 from orchestrate.errors import OrchestrateError, UsageError
-from orchestrate.files.folder import content, write_whole
+from orchestrate.files.folder import content
 from orchestrate.files.paths import NODES
 from orchestrate.host import records, users
-from orchestrate.host.processes import started
+from orchestrate.host.processes import myself, named
 from orchestrate.plan.plan import Inventory, Placement, Plan, names, plan, pluralize
 from orchestrate.record import lock, run_dir
 from orchestrate.record.paths import JobPaths
@@ -144,8 +144,8 @@ class Cluster:
                 return False
             if not self.private:
                 return not self.jobs()
-            pid, _, since = content(self.paths.private).partition(" ")
-            return started(int(pid)) != since
+            program = content(self.paths.private)
+            return bool(program) and not named(program)
         except (OSError, ValueError):
             return False
 
@@ -231,7 +231,7 @@ def start(engine: Engine, spec: JobSpec, runs: Path, private: bool = False) -> t
     with contextlib.ExitStack() as held:
         created, session = bring_up(engine, dataclasses.replace(spec, name=spec.name or "cluster"), runs, held)
         if private:
-            write_whole(created.paths.private, f"{os.getpid()} {started(os.getpid())}")
+            records.put(created.paths.private, myself())
     packages, warm = ", ".join(created.plan.placement.packages), True
     if packages:
         phase(f"importing {packages} in {pluralize(len(created.plan.nodes), 'node')}")
@@ -323,7 +323,7 @@ def _remove(engine: Engine, cluster: Cluster, grace: float) -> None:
     if stuck:
         hint = f"check who owns both, or remove one; then: python -m orchestrate down {cluster.name}"
         raise OrchestrateError(stuck, hint)
-    cluster.paths.plan.unlink(missing_ok=True)  # without one, `down` finishes this if it is interrupted
+    records.drop(cluster.paths.plan)  # without one, `down` finishes this if it is interrupted
     run_dir.remove(cluster.paths)
     if lost:
         raise OrchestrateError(f"{cluster.name} was removed, but {lost}", "python -m orchestrate ps")

@@ -21,7 +21,7 @@ from orchestrate.record.events import JobResumed
 from orchestrate.record.history import History
 from orchestrate.record.outcomes import Outcome
 from orchestrate.record.paths import JobPaths
-from orchestrate.spec import source, worktree
+from orchestrate.spec import folders, source, worktree
 from orchestrate.spec.spec import JobSpec
 from orchestrate.supervise import launch, stores
 
@@ -40,6 +40,7 @@ def resume(paths: JobPaths, wait: bool = False) -> Prepared:
     except OSError as error:
         hint = "restore the folder (a link is not followed), or start a new job"
         raise UsageError(f"cannot enter the job's code folder {last.placement.code}: {error.strerror}", hint) from None
+    folders.check_again(spec)
     check_script(spec)
     stores.prepare(spec)
     engine, name = choice.of_plan(spec, last), paths.root.name

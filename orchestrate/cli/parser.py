@@ -9,7 +9,7 @@ import sys
 from typing import Any, NoReturn
 
 from orchestrate.console import quoted
-from orchestrate.errors import UsageError
+from orchestrate.errors import UsageError, did_you_mean
 
 JOB_FILES = (".yaml", ".yml", ".json")
 EXPORTS = {
@@ -43,7 +43,7 @@ class Parser(argparse.ArgumentParser):
             known = re.findall(r"[\w-]+", match[2])
             kind = "target" if known == [*EXPORTS] else "command"
             script = kind == "command" and match[1].endswith((".py", ".sh"))
-            hint = f"{self.prog} run {match[1]}" if script else closest(match[1], known, 2)
+            hint = f"{self.prog} run {match[1]}" if script else did_you_mean(match[1], known, 2)
             hint = hint or (f"one of {', '.join(known)}" if kind == "target" else f"{self.prog} --help")
             raise UsageError(f"unknown {kind} {quoted(match[1])}", hint)
         newest = f"{self.prog} latest, or a name: {self.prog.rpartition(' ')[0]} ps --all lists them"
@@ -87,13 +87,13 @@ def _what_to_do(unknown: list[str], parsed: argparse.Namespace, command: Parser)
     key = flag.lstrip("-").replace("-", "_")
     if key in FIELDS and parsed.command == "resume":
         return "a job is resumed with the settings that it was started with; start a new one to change them"
-    if parsed.command == "resume" and not closest(flag, command.flags()):
+    if parsed.command == "resume" and not did_you_mean(flag, command.flags()):
         return "a job is resumed with the arguments of its script; start a new one, with run, to change them"
     if key in FIELDS:
         return f"use --set {key}=VALUE"
     if key in OF_SBATCH:
         return f"use --set slurm.{key}=VALUE"
-    if similar := closest(flag, command.flags()):
+    if similar := did_you_mean(flag, command.flags()):
         return similar
     if flag in ELSEWHERE and parsed.script:
         return f"did you mean {ELSEWHERE[flag]}? Options of the script come after it: {parsed.script[0]} {flag}"
@@ -105,12 +105,3 @@ def _what_to_do(unknown: list[str], parsed: argparse.Namespace, command: Parser)
     if parsed.command == "exec" and not flag.startswith("-"):
         return f"{command.prog} {parsed.job} -- {shlex.join(unknown)}"
     return f"{command.prog} --help"
-
-
-def closest(word: str, known: list[str], count: int = 1) -> str:
-    """Return a hint with the known words that are most similar to a misspelled one, `count` at most; "" if none is."""
-    import difflib  # only here, for --help
-
-    names = {name.lstrip("-"): name for name in known}
-    matches = difflib.get_close_matches(word.lstrip("-"), names, n=count, cutoff=0.65)
-    return f"did you mean {' or '.join(names[match] for match in matches)}?" if matches else ""

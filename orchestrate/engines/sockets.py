@@ -21,6 +21,7 @@ from orchestrate.engines.base import never
 from orchestrate.engines.connection import ANSWER_TIMEOUT, NodeConnection
 from orchestrate.errors import EngineError
 from orchestrate.files.folder import remove, renew
+from orchestrate.host import records
 from orchestrate.node.trees import FOLDER, clear
 
 
@@ -40,14 +41,15 @@ def possible(folder: Path) -> bool:
 def share(folder: Path, user: str) -> None:
     """Create the folder of a job's sockets, writable by nodes; `user` is UID:GID. Raises EngineError."""
     try:
-        with contextlib.suppress(FileExistsError):
-            folder.mkdir(mode=0o700)
-        descriptor = os.open(folder, FOLDER)
-        try:
-            if os.geteuid() == 0:
-                os.fchown(descriptor, *map(int, user.split(":")))
-        finally:
-            os.close(descriptor)
+        with records.pinned(folder.parent) as run:
+            with contextlib.suppress(FileExistsError):
+                (run / folder.name).mkdir(mode=0o700)
+            descriptor = os.open(run / folder.name, FOLDER)
+            try:
+                if os.geteuid() == 0:
+                    os.fchown(descriptor, *map(int, user.split(":")))
+            finally:
+                os.close(descriptor)
     except OSError as error:
         raise EngineError(f"cannot create the folder for node sockets: {error}") from None
 
@@ -55,17 +57,17 @@ def share(folder: Path, user: str) -> None:
 def unshare(folder: Path) -> None:
     """Remove the folder of a job's sockets, which may contain anything; raises EngineError."""
     try:
-        with contextlib.suppress(FileNotFoundError):
-            remove(folder)
+        with contextlib.suppress(FileNotFoundError), records.pinned(folder.parent) as run:
+            remove(run / folder.name)
     except OSError as error:
         raise EngineError(f"cannot remove {folder}: {error.strerror}") from None
 
 
 def tidy(folder: Path, names: set[str]) -> None:
     """Remove, as far as possible, what a job on a cluster created next to the sockets of its nodes."""
-    with contextlib.suppress(OSError):
-        clear(str(folder), names)
-        renew(folder, 0o700)
+    with contextlib.suppress(OSError), records.pinned(folder.parent) as run:
+        clear(str(run / folder.name), names)
+        renew(run / folder.name, 0o700)
 
 
 def connect(path: Path, key: bytes, comes: Callable[[], bool] = never) -> NodeConnection:

@@ -11,7 +11,7 @@ import yaml
 
 from orchestrate.engines.docker import program
 from orchestrate.engines.docker.compose_override import literal
-from orchestrate.engines.docker.folders import given_mounts
+from orchestrate.engines.docker.folders import given_mounts, note_writable
 from orchestrate.engines.docker.mounts import CODE, check_script, masks
 from orchestrate.errors import UsageError
 from orchestrate.export import Shape, check_folders, document, quoted, shape
@@ -33,6 +33,7 @@ def compose(spec: JobSpec, name: str) -> str:
     hidden = masks(Path(code), Path(run).parent, CODE, spec.chdir)
     check_script(hidden, spec.command, spec.chdir)
     mounts = [*hidden, *given_mounts(spec, Path(run).parent)]
+    note_writable(spec)
     user, node = users.nodes_of(spec.user), program.folder(spec)
     bounds = limits(spec.memory, 0, job.nodes)
     values = {

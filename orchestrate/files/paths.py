@@ -33,6 +33,7 @@ def is_text(value: str) -> bool:
 
 SYSTEM = ("/proc", "/sys", "/dev", "/run", "/var/run", "/boot")  # with sockets, devices and kernel interfaces
 NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,60}")  # of a job or cluster, as created by `store.new_id`
+RUNS = "runs"  # folder of the run directories, unless `--runs` names another
 JOB, NODES = "job", "nodes"  # folders that are mounted in nodes: of a job, and of a cluster
 LOGS, CHECKPOINTS, METRICS = "logs", "checkpoints", "metrics.jsonl"  # in a job folder
 STDIN = "stdin"  # in a job folder: what rank 0 reads
@@ -55,6 +56,8 @@ def is_run(names: Iterable[str]) -> bool:
 
 
 def runs_around(folders: Iterable[Path]) -> set[Path]:
-    """Return the run directories that some folders are in, wherever they are."""
+    """Return the run directories that some folders are in, wherever they are; those of exported jobs are in `runs`."""
     above = {parent for folder in folders for parent in folder.parents}
-    return {parent for parent in above if is_run(name for name in OF_ALL | OF_ONE if os.path.lexists(parent / name))}
+    exported = {folder.parent for folder in above if folder.name == JOB and folder.parent.parent.name == RUNS}
+    ours = {each for each in above if is_run(name for name in OF_ALL | OF_ONE if os.path.lexists(each / name))}
+    return ours | exported

@@ -27,7 +27,7 @@ from typing import Any
 
 from orchestrate.dataclass import dataclass
 from orchestrate.host import owners, private
-from orchestrate.host.processes import started
+from orchestrate.host.processes import myself, named
 from orchestrate.node.trees import FOLDER
 
 log = logging.getLogger(__name__)
@@ -94,10 +94,9 @@ def process(job: str) -> int:
     with contextlib.suppress(OSError), _own() as folder:
         for name in os.listdir(folder):
             with contextlib.suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
-                if name.startswith(f"{job}.") and (data := _content(name, folder, os.geteuid())[0]):
-                    pid, since = data["process"]
-                    if type(pid) is int and pid > 1 and since and started(pid) == since:
-                        return pid
+                data = _content(name, folder, os.geteuid())[0] if name.startswith(f"{job}.") else None
+                if data and (pid := named(str(data["process"]))):
+                    return pid
     return 0
 
 
@@ -164,7 +163,7 @@ class Ticket:
         if self.content == (uses, among, count):
             return
         known = {"job": self.job, "uses": uses, "among": among, "count": count}
-        text = json.dumps(known | {"process": (os.getpid(), started(os.getpid()))}).encode()
+        text = json.dumps(known | {"process": myself()}).encode()
         try:
             if self.file < 0:
                 self._create(text)

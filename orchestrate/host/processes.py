@@ -20,3 +20,15 @@ def started(pid: int) -> str:
         return found.stdout.decode().strip()
     except (OSError, IndexError):
         return ""
+
+
+def myself() -> str:
+    """Return a text that names this process, for `named`: its id and its start time."""
+    return f"{os.getpid()} {started(os.getpid())}"
+
+
+def named(text: str) -> int:
+    """Return the id of the process of this user that a text of `myself` names; 0 if it has ended."""
+    number, _, since = text.partition(" ")
+    pid = int(number) if number.isascii() and number.isdigit() and len(number) < 20 else 0
+    return pid if pid > 1 and since and started(pid) == since else 0

@@ -16,6 +16,7 @@ import pwd
 import secrets as tokens
 import socket
 import stat
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
@@ -127,6 +128,33 @@ def replaced(run: Path) -> bool:
     return not stat.S_ISDIR(status.st_mode) or inode(run) not in (0, status.st_ino)
 
 
+@contextlib.contextmanager
+def pinned(run: Path) -> Iterator[Path]:
+    """Yield a path of a run directory at which nothing else can be put, to use in a `with` block.
+
+    Raises OSError if something else has the run directory's own path.
+    """
+    folder = os.open(run, FOLDER)
+    try:
+        if inode(run) not in (0, os.fstat(folder).st_ino):
+            raise OSError(errno.ESTALE, "it was replaced by another one", str(run))
+        yield Path(f"/proc/self/fd/{folder}") if sys.platform == "linux" else run
+    finally:
+        os.close(folder)
+
+
+def put(path: Path, text: str) -> None:
+    """Write a file of a run directory; raises OSError, also if that was replaced."""
+    with pinned(path.parent) as run:
+        write_whole(run / path.name, text)
+
+
+def drop(path: Path) -> None:
+    """Remove a file of a run directory, if it is there; raises OSError, also if that was replaced."""
+    with pinned(path.parent) as run:
+        (run / path.name).unlink(missing_ok=True)
+
+
 def end(run: Path) -> None:
     """Remove the key of a job that has ended; raises OSError. The secrets stay, so that `logs` can hide them."""
     if found := _find(run):
@@ -154,12 +182,12 @@ def write(path: Path, text: str) -> None:
         states = [_digest(old)] if written(record, path.name, old) else []  # valid until the new file is written
         with private.opened(found[0]) as folder:
             _write(replace(record, files={**record.files, path.name: [*states, _digest(text)]}), folder)
-    write_whole(path, text)
+    put(path, text)
 
 
 def remove(path: Path) -> None:
     """Remove a file that `write` has written, which is not used if a project puts it back; raises OSError."""
-    path.unlink()
+    drop(path)
     if found := _find(path.parent):
         files = {name: digests for name, digests in found[1].files.items() if name != path.name}
         with private.opened(found[0]) as folder:

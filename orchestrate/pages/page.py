@@ -11,7 +11,7 @@ import os
 import re
 import shlex
 import urllib.parse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,17 +70,22 @@ TEMPLATES = Environment(
 )
 
 
-def write(jobs: Sequence[JobPaths], path: Path, report: dict[str, Any] | None = None) -> None:
+def write(
+    jobs: Sequence[JobPaths],
+    path: Path,
+    report: dict[str, Any] | None = None,
+    put: Callable[[Path, str], None] = write_whole,
+) -> None:
     """Write a page about jobs that have ended, or about one that is about to end with this report.
 
-    Raises OrchestrateError if that fails.
+    `put` writes the file. Raises OrchestrateError if that fails.
     """
     try:
         links = [
             urllib.parse.quote(os.path.relpath(paths.page, path.parent)) if paths.page.exists() else ""
             for paths in jobs
         ]
-        write_whole(path, page([load(paths, report) for paths in jobs], links))
+        put(path, page([load(paths, report) for paths in jobs], links))
     except OrchestrateError:
         raise
     except Exception as error:  # what jobs write may surprise any library

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from orchestrate.dataclass import dataclass
 from orchestrate.errors import EngineError, OrchestrateError
-from orchestrate.files.folder import content, replacing_links, write_whole
+from orchestrate.files.folder import content, replacing_links
 from orchestrate.host import records, slurm
 from orchestrate.host.records import Record
 from orchestrate.record.paths import JobPaths
@@ -44,7 +44,7 @@ class Batch:
         state = slurm.state(self.id, fresh=True)
         if not state.name:
             return False
-        write_whole(self.paths.stop_asked, "")
+        records.put(self.paths.stop_asked, "")
         how = ["--batch", "--signal=TERM"] if state.name == "RUNNING" else []
         for left in reversed(range(ATTEMPTS)):
             try:
@@ -144,8 +144,8 @@ def requeue(found: Batch) -> bool:
 
 def keep(paths: JobPaths, number: str) -> None:
     """Record to which job of Slurm a job was submitted; raises OSError."""
-    paths.stop_asked.unlink(missing_ok=True)
-    write_whole(paths.batch, f"{number} {_mac(records.need(paths.root), number)}\n")
+    records.drop(paths.stop_asked)
+    records.put(paths.batch, f"{number} {_mac(records.need(paths.root), number)}\n")
 
 
 def _mac(record: Record, number: str) -> str:

@@ -17,7 +17,7 @@ from typing import BinaryIO
 from orchestrate.clock import SYSTEM, wait_until
 from orchestrate.dataclass import dataclass
 from orchestrate.host import slurm
-from orchestrate.host.processes import started
+from orchestrate.host.processes import myself, named
 from orchestrate.record import batch
 from orchestrate.record.batch import Batch
 from orchestrate.record.paths import JobPaths
@@ -32,7 +32,7 @@ class Supervisor:
     """The process that holds a job's lock; the process id is 0 if it is not proven to be our supervisor."""
 
     pid: int
-    started: str  # start time, to detect a reused process id
+    name: str  # by `myself`, to detect a reused process id
 
     def __str__(self) -> str:
         """Describe it in messages."""
@@ -52,7 +52,7 @@ class Supervisor:
                 return True
             process = os.pidfd_open(self.pid)
             try:
-                if started(self.pid) == self.started:
+                if named(self.name) == self.pid:
                     signal.pidfd_send_signal(process, signal.SIGTERM)
                     signal.pidfd_send_signal(process, signal.SIGCONT)
                     return True
@@ -122,7 +122,7 @@ def held(paths: JobPaths, supervises: bool = True) -> Iterator[None]:
             yield
             return
         try:
-            file.write(f"{os.getpid()} {started(os.getpid())}".encode())
+            file.write(myself().encode())
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(paths.lock)) from None
         yield
@@ -148,11 +148,10 @@ def holder(paths: JobPaths) -> Supervisor | None:
             pid = _lock_owner(file)
             if pid is None:
                 return OTHER if _is_locked(paths) else None
-            number, _, since = file.read(100).decode(errors="replace").partition(" ")
+            text = file.read(100).decode(errors="replace")
     except OSError:  # missing, or of another user and not readable
         return OTHER if _is_locked(paths) else None
-    proven = pid > 1 and number == str(pid) and since and started(pid) == since
-    return Supervisor(pid if proven else 0, since)
+    return Supervisor(pid if pid == named(text) else 0, text)
 
 
 def _lock_owner(file: BinaryIO) -> int | None:

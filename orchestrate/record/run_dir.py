@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from orchestrate.errors import OrchestrateError, UsageError
 from orchestrate.files import folder
-from orchestrate.files.folder import content, write_whole
+from orchestrate.files.folder import content
 from orchestrate.files.paths import JOB
 from orchestrate.host import owners, records, users
 from orchestrate.host.records import Record
@@ -211,9 +211,9 @@ def keep_changes(spec: JobSpec, plan: Plan, paths: JobPaths) -> None:
     """Write what differs in the code folder from its Git commit, without secrets; raises OSError."""
     from orchestrate.spec import worktree
 
-    paths.patch.unlink(missing_ok=True)  # of an earlier generation
+    records.drop(paths.patch)  # of an earlier generation
     if plan.placement.revision.endswith("-dirty") and (text := worktree.changes(Path(plan.placement.code))):
-        write_whole(paths.patch, spec.mask()(text))
+        records.put(paths.patch, spec.mask()(text))
 
 
 def history(paths: JobPaths) -> list[Event]:

@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Mapping
 
-from orchestrate.files.folder import content, write_whole
+from orchestrate.files.folder import content
 from orchestrate.host import records
 from orchestrate.record.outcomes import Stack
 from orchestrate.record.paths import JobPaths
@@ -25,9 +25,9 @@ def asked(paths: JobPaths) -> bool:
 
 def answer(paths: JobPaths, found: Mapping[int, Stack]) -> None:
     """Write the stacks of running workers, by rank; raises OSError."""
-    paths.stacks_asked.unlink(missing_ok=True)
+    records.drop(paths.stacks_asked)
     rows = {rank: [stack.text, stack.why, stack.state] for rank, stack in found.items()}
-    write_whole(paths.stacks, json.dumps(rows) + "\n")
+    records.put(paths.stacks, json.dumps(rows) + "\n")
 
 
 def read(paths: JobPaths) -> dict[int, Stack] | None:
@@ -40,4 +40,4 @@ def read(paths: JobPaths) -> dict[int, Stack] | None:
 def remove(paths: JobPaths) -> None:
     """Remove the files; raises OSError."""
     for path in (paths.stacks, paths.stacks_asked):
-        path.unlink(missing_ok=True)
+        records.drop(path)

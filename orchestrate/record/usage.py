@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Mapping
 
-from orchestrate.files.folder import content, write_whole
+from orchestrate.files.folder import content
 from orchestrate.host import records
 from orchestrate.node import checks
 from orchestrate.record.outcomes import Activity
@@ -41,7 +41,7 @@ def write(paths: JobPaths, found: Mapping[int, Activity]) -> None:
         rank: {"state": doing.state, "cpu": doing.cpu, "memory": doing.memory, "pid": doing.pid}
         for rank, doing in found.items()
     }
-    write_whole(paths.usage, json.dumps({"time": time.time(), "workers": rows}) + "\n")
+    records.put(paths.usage, json.dumps({"time": time.time(), "workers": rows}) + "\n")
 
 
 def read(paths: JobPaths) -> tuple[float, dict[int, Activity]]:
@@ -63,4 +63,4 @@ def read(paths: JobPaths) -> tuple[float, dict[int, Activity]]:
 def remove(paths: JobPaths) -> None:
     """Remove the files, once the job has ended; raises OSError."""
     for path in (paths.usage, paths.usage_asked):
-        path.unlink(missing_ok=True)
+        records.drop(path)

@@ -13,7 +13,7 @@ from urllib.parse import unquote
 
 from orchestrate.dataclass import dataclass
 from orchestrate.errors import UsageError
-from orchestrate.host import private
+from orchestrate.host import private, writable
 from orchestrate.spec.inputs import MOUNT, OF_SHELL
 from orchestrate.spec.source import GIT
 from orchestrate.spec.spec import JobSpec
@@ -45,7 +45,7 @@ def with_absolute(spec: JobSpec) -> JobSpec:
         data=data,
         mounts=mounts,
         secrets=spec.secrets | secrets,
-        dockerfile=spec.dockerfile and _path(spec.dockerfile),
+        dockerfile=spec.dockerfile and _inside(spec.dockerfile, "dockerfile"),
         services=spec.services and _existing(_inside(spec.services, "services"), "services", "regular file"),
     )
 
@@ -72,6 +72,13 @@ def _inside(text: str, key: str) -> str:
     return path
 
 
+def check_again(spec: JobSpec) -> None:
+    """Raise UsageError if a link leads a file or folder of a job that continues out of the current folder."""
+    for key, path in (("services", spec.services), ("dockerfile", spec.dockerfile)):
+        if path and (real := led_out(path)):
+            raise UsageError(f"{key}: {path} leads to {real}, out of the current folder", "start a new job")
+
+
 def led_out(path: str) -> str:
     """Return where a path in the current folder leads, if that is outside of it; empty for others."""
     here, real = Path.cwd(), Path(os.path.realpath(path))
@@ -80,9 +87,11 @@ def led_out(path: str) -> str:
 
 def _absolute(text: str) -> str:
     source, target, mode = _parts(text)
-    if mode == "rw":
+    found = _existing(source, "mounts")
+    if mode == "rw":  # by its real path, in place of which a project cannot put a link later
         _inside(source, "mounts")
-    return f"{_existing(source, 'mounts')}:{target}:{mode}"
+        found = str(writable.resolved(found))
+    return f"{found}:{target}:{mode}"
 
 
 def _parts(text: str) -> tuple[str, str, str]:

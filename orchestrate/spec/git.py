@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import threading
-from itertools import islice
 from pathlib import Path
 
 from orchestrate.files.folder import content
@@ -27,7 +26,7 @@ MAX_OUTPUT = 1 << 20  # bytes
 QUICK = 5.0  # seconds; a huge repository must not delay the job
 # With a limit of memory, in KiB: to compare a file of empty lines takes 26 times its size.
 PARTS = ("objects", "refs", "HEAD", "packed-refs", "config")  # of `.git`
-MAX_LOOKED_AT = 100_000  # entries of a folder in `.git`
+MAX_LOOKED_AT = 1_000_000  # entries of the folders in `.git`
 LIMITED = ("sh", "-c", 'ulimit -v 2097152; exec "$@"', "sh")
 
 
@@ -107,14 +106,15 @@ def environment() -> dict[str, str]:
     return kept | {"GIT_NO_LAZY_FETCH": "1"}
 
 
-def is_its_own(tree: Path, env: dict[str, str]) -> bool:
+def is_its_own(tree: Path, env: dict[str, str], whole: bool = False) -> bool:
     """Whether the repository of a working tree names that tree: `.git` may have come with a project, and name any.
 
-    That of a linked working tree has a file with the path of `.git`, and that of a submodule a setting.
+    That of a linked working tree has a file with the path of `.git`, and that of a submodule a setting. `whole` looks
+    at all of its files.
     """
     git = tree / ".git"
     if git.is_symlink() or git.is_dir():
-        return not git.is_symlink() and not _leads_elsewhere(git)
+        return not git.is_symlink() and not leads_elsewhere(git, whole)
     there = Path(os.fsdecode(output(["rev-parse", "--absolute-git-dir"], tree, env)).rstrip("\n"))
     found = []
     with contextlib.suppress(OSError):
@@ -122,15 +122,26 @@ def is_its_own(tree: Path, env: dict[str, str]) -> bool:
     with contextlib.suppress(OSError):
         setting = output(["config", "--file", str(there / "config"), "core.worktree"], tree, env)
         found.append(there / os.fsdecode(setting).rstrip("\n"))
-    return tree.resolve() in [path.resolve() for path in found]
+    shared = there
+    with contextlib.suppress(OSError):  # of a linked working tree, whose own folder is in the repository
+        shared = (there / content(there / "commondir").rstrip("\n")).resolve()
+        found = [path for path in found if there.resolve().parent == shared / "worktrees"]
+    return tree.resolve() in [path.resolve() for path in found] and not leads_elsewhere(shared, whole)
 
 
-def _leads_elsewhere(git: Path) -> bool:
-    """Whether a `.git` folder has parts of another repository: by a file that names it, or by links."""
+def leads_elsewhere(git: Path, whole: bool = False) -> bool:
+    """Whether a repository, given by its `.git`, has parts of another one: by a file that names it, or by links.
+
+    `whole` looks at all of its files, and not only at those with many objects; too many count as another one's.
+    """
     if os.path.lexists(git / "commondir") or any((git / name).is_symlink() for name in PARTS):
         return True
-    for folder in (git / "objects", git / "objects" / "pack"):
-        with contextlib.suppress(OSError), os.scandir(folder) as entries:
-            if any(entry.is_symlink() for entry in islice(entries, MAX_LOOKED_AT)):
+    left = MAX_LOOKED_AT
+    for top in ("objects", "refs"):
+        for folder, folders, names in os.walk(git / top):
+            left -= len(folders) + len(names)
+            if left < 0 or any(os.path.islink(os.path.join(folder, name)) for name in (*folders, *names)):
                 return True
+            if not whole:
+                folders[:] = [name for name in folders if name == "pack"]
     return False

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 import yaml
 
 from orchestrate.console import called, quoted
-from orchestrate.errors import UsageError
+from orchestrate.errors import UsageError, did_you_mean
 from orchestrate.spec import command, strict_yaml
 from orchestrate.spec.redact import is_secret
 from orchestrate.spec.spec import APP, FIELDS, MAPPINGS, NODES, TEXTS, JobSpec, description
@@ -96,10 +95,8 @@ def _parsed(layers: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
             key, value = (name, {entry: value}) if single else (key, value)
             if key not in FIELDS:
                 known = ["nodes", *FIELDS]
-                near = difflib.get_close_matches(key, known, n=1, cutoff=0.7)
                 others = f"hyperparameters.{key} for an option of the script; otherwise one of {', '.join(known)}"
-                hint = f"did you mean {near[0]}?" if near else others
-                raise UsageError(f"unknown key {quoted(key)}", hint)
+                raise UsageError(f"unknown key {quoted(key)}", did_you_mean(key, known) or others)
             try:
                 parsed = FIELDS[key].metadata["kind"].parse(_decoded(value))
             except ValueError as error:

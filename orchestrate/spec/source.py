@@ -160,16 +160,16 @@ def _check_size(there: str, commit: str) -> None:
 def _check_own(folder: Path) -> None:
     """Raise UsageError for a folder, which may have come from anybody, that leads to another repository's files."""
     if not os.path.lexists(folder / ".git"):  # a bare repository, or none
-        objects = folder / "objects"
+        objects, own = folder / "objects", not git.leads_elsewhere(folder, whole=True)
     else:
         env = {"GIT_WORK_TREE": str(folder)}
         try:
-            own = git.is_its_own(folder, env)
+            own = git.is_its_own(folder, env, whole=True)
             objects = folder / os.fsdecode(git.output(["rev-parse", "--git-path", "objects"], folder, env)).rstrip("\n")
         except OSError as error:
             raise UsageError(f"source: {folder} cannot be read: {error}", "check the repository") from None
-        if not own:
-            raise UsageError(f"source: {folder}/.git names the repository of another folder", "use that folder")
+    if not own:
+        raise UsageError(f"source: {folder} has parts of the repository of another folder", "use that folder")
     if os.path.lexists(objects / "info" / "alternates"):
         hint = "in it: git repack -a -d, then remove .git/objects/info/alternates"
         raise UsageError(f"source: the repository {folder} uses the objects of another one", hint)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrate.console import shortened
-from orchestrate.files.folder import Folder, content, gone, write_whole
+from orchestrate.files.folder import Folder, content, gone
 from orchestrate.files.lines import Lines, last
 from orchestrate.files.paths import CHECKPOINTS, LOGS, METRICS, WORK
 from orchestrate.files.work import Facts, tidy
@@ -57,7 +57,8 @@ class JobFiles:
 
     def gone(self) -> bool:
         """Whether the run directory is not there; nodes cannot remove it, but a disk can be away for a moment."""
-        return gone(self.paths.shared) or records.replaced(self.paths.root)
+        roots = {self.paths.root, self._folder.parent}  # of the job and of its cluster
+        return gone(self.paths.shared) or any(map(records.replaced, roots))
 
     def last_lines(self, rank: int, count: int = LAST_LINES) -> list[str]:
         """Return the last lines of a worker in this generation, truncated, since events store them permanently."""
@@ -116,7 +117,7 @@ class JobFiles:
 
     def keep_copied(self, copied: Mapping[str, Facts]) -> None:
         """Save which files were copied to the working directory; raises OSError."""
-        write_whole(self.paths.copied, json.dumps(copied) + "\n")
+        records.put(self.paths.copied, json.dumps(copied) + "\n")
 
     def copied(self) -> dict[str, Facts]:
         """Return the files that were copied; empty if that is not known."""

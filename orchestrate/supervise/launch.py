@@ -204,7 +204,14 @@ def _write_page(paths: JobPaths, data: dict[str, Any]) -> None:
     """Write report.html for the content of report.json; raises OrchestrateError if that fails."""
     from orchestrate.pages import page  # only here: it takes time to import
 
-    page.write([paths], paths.page, data)
+    page.write([paths], paths.page, data, records.put)
+
+
+def _make_harmless(paths: JobPaths) -> None:
+    """Remove set-user-ID bits from the files of a job; raises OSError."""
+    there = paths.folder
+    with records.pinned(there.parent) as parent:
+        folder.harmless(parent / there.name)
 
 
 def _load_pages() -> None:
@@ -267,7 +274,7 @@ def _finish(job: JobContext, data: dict[str, Any], show: Callable[[str], None]) 
         lambda: _write_page(paths, data),  # first: the job has ended for others once report.json is there
         lambda: records.write(paths.report, json.dumps(data, indent=2) + "\n"),
         *([] if data["left_behind"] else [lambda: run_dir.move_from_cluster(paths)]),
-        *([] if paths.cluster and data["left_behind"] else [lambda: folder.harmless(paths.shared)]),
+        *([] if paths.cluster and data["left_behind"] else [lambda: _make_harmless(paths)]),
         lambda: usage.remove(paths),
         lambda: stacks.remove(paths),
         job.copies.publish,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import json
 import os
 import re
@@ -18,7 +17,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from orchestrate.api.job import Cluster
-from orchestrate.errors import OrchestrateError, UsageError
+from orchestrate.errors import OrchestrateError, UsageError, did_you_mean
 from orchestrate.plan import imports
 from orchestrate.spec.spec import FIELDS
 from orchestrate.testing import reports
@@ -68,9 +67,10 @@ class Shape(NamedTuple):
             )
         known = [*FIELDS, "timeout"]
         for name in marker.kwargs.keys() - {*known}:
-            near = difflib.get_close_matches(name, known, 1, 0.5)
-            meant = f"did you mean {near[0]}?" if near else "its arguments are timeout, and keys of a job file"
-            raise UsageError(f"nodes has no argument {name}", meant)
+            meant = did_you_mean(name, known, cutoff=0.5)
+            raise UsageError(
+                f"nodes has no argument {name}", meant or "its arguments are timeout, and keys of a job file"
+            )
         if own := {"nodes", "trainers", "command", "keep", "chdir"} & {*marker.kwargs}:
             raise UsageError(f"{min(own)} cannot be set in the marker nodes", hint)
         limit = marker.kwargs.get("timeout", TIMEOUT)

@@ -10,9 +10,9 @@ import sys
 
 from orchestrate import console, errors
 from orchestrate.cli import options
-from orchestrate.cli.parser import EXPORTS, Parser, closest
+from orchestrate.cli.parser import EXPORTS, Parser
 from orchestrate.cli.table import COMMANDS
-from orchestrate.errors import UsageError
+from orchestrate.errors import UsageError, did_you_mean
 from orchestrate.files.paths import PROJECT
 
 MAX_WIDTH = 100  # columns that are easy to read
@@ -57,7 +57,7 @@ def _page(topic: str) -> str:
         return f"{about}\n" * bool(about) + (PROJECT / "docs" / f"{topic}.md").read_text(encoding="utf-8")
     if about:
         return about
-    hint = closest(topic, [*COMMANDS, *topics(), *FIELDS]) or f"{console.called()} help lists what there is"
+    hint = did_you_mean(topic, [*COMMANDS, *topics(), *FIELDS]) or f"{console.called()} help lists what there is"
     raise UsageError(f"no help on {console.quoted(topic)}", hint)
 
 

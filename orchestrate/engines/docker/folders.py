@@ -33,7 +33,7 @@ def given_mounts(spec: JobSpec, runs: Path) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     targets: list[str] = []
     for mount in wanted_mounts(spec):
-        source = writable.resolved(mount.source)
+        source = _source(mount)
         _check_source(source, runs, spec, mount.writable)
         if mount.writable and any(source in (each, *each.parents) or each in source.parents for each in _caches()):
             hint = "mount a folder in it that is not orchestrate's, or read-only"
@@ -45,15 +45,27 @@ def given_mounts(spec: JobSpec, runs: Path) -> list[dict[str, Any]]:
     return found
 
 
+def note_writable(spec: JobSpec) -> None:
+    """Remember the folders that nodes can write; raises UsageError."""
+    writable.note(_source(mount) for mount in wanted_mounts(spec) if mount.writable)
+
+
 def identities(spec: JobSpec) -> dict[str, str]:
     """Return the identity of each source of a mount, by its path in nodes, and note those that nodes can write.
 
     A node that finds another identity there starts no worker: a job may have put a link in place of a source. Raises
     UsageError.
     """
-    found = {mount.target: (writable.resolved(mount.source), mount.writable) for mount in wanted_mounts(spec)}
-    writable.note(source for source, written in found.values() if written)
-    return {target: writable.found(source) for target, (source, _) in found.items()}
+    note_writable(spec)
+    return {mount.target: writable.found(_source(mount)) for mount in wanted_mounts(spec)}
+
+
+def _source(mount: Mount) -> Path:
+    """Return what a mount's source leads to; raises UsageError if a link may be a job's, or has become one."""
+    source = writable.resolved(mount.source)
+    if mount.writable and str(source) != mount.source:  # a project has put a link in its place since the job started
+        raise UsageError(f"{mount.source} leads to {source} now", "start the job again, if that is what you mean")
+    return source
 
 
 def _check_source(source: Path, runs: Path, spec: JobSpec, written: bool) -> None:

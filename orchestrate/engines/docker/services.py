@@ -17,8 +17,7 @@ from orchestrate.console import during
 from orchestrate.engines.docker import labels
 from orchestrate.engines.docker.client import Daemon
 from orchestrate.errors import EngineError, EngineLost, ResourceError, UsageError
-from orchestrate.files.folder import write_whole
-from orchestrate.host import writable
+from orchestrate.host import records, writable
 
 NETWORK = "orchestrate"  # name of the job's network in the Compose file
 SHOWN_LINES, MAX_LINES = 10, 10_000  # of each service: in an error, and in a file
@@ -103,7 +102,7 @@ class Services:
         """Write the last lines of each service to a file; raises EngineError or OSError."""
         with self.daemon.translating_errors("could not read the output of the services"):
             parts = [f"--- {each.name}\n".encode() + _end(each, MAX_LINES, MAX_BYTES) for each in self._containers()]
-        write_whole(path, b"\n".join(parts).decode(errors="replace"))
+        records.put(path, b"\n".join(parts).decode(errors="replace"))
 
     def _containers(self) -> list[Container]:
         label = f"{labels.SERVICES}={self.job_id}"

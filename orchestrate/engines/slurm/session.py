@@ -25,7 +25,7 @@ from orchestrate.engines.slurm import addresses, image
 from orchestrate.errors import AllocationLost, EngineError
 from orchestrate.files.folder import regular, replacing_links
 from orchestrate.files.paths import NODE
-from orchestrate.host import slurm
+from orchestrate.host import records, slurm
 from orchestrate.node import protocol
 from orchestrate.node.lease import relay
 from orchestrate.plan.container import UNBUFFERED
@@ -41,6 +41,7 @@ ASK_INTERVAL, SILENT_AFTER, LOST_AFTER = 2.0, 6.0, 12.0  # seconds between two q
 # Seconds until a node that is cut off has killed its workers.
 LEASE_OVER_AFTER = protocol.LEASE_TIMEOUT + 2 * protocol.RENEW_INTERVAL + 2 * protocol.SEND_TIMEOUT
 LAST_WORDS = 1 << 16  # bytes of what nodes print that are searched for the reason why they did not start
+OF_NODES = ("addresses", "secrets")  # folders in the run directory
 KEPT = ("SLURM_JOB_ID", "SLURM_CONF")  # all others would narrow what srun starts
 SRUN = (
     *("srun", "--overlap", "--ntasks-per-node=1", "--kill-on-bad-exit=0", "--wait=0", "--no-kill"),
@@ -97,10 +98,11 @@ class SlurmSession(ClientSession):
             self.relay = free_port()
             threading.Thread(target=relay, args=(self.key, self.relay), daemon=True).start()
         try:
-            for folder in (self.paths.addresses, Path(self.secrets)):
-                if folder.is_symlink():  # which came with a project
-                    folder.unlink()
-                folder.mkdir(mode=0o700, exist_ok=True)
+            with records.pinned(self.paths.root) as run:
+                for name in OF_NODES:
+                    if (run / name).is_symlink():  # which came with a project
+                        (run / name).unlink()
+                    (run / name).mkdir(mode=0o700, exist_ok=True)
             ours = {key: value for key, value in os.environ.items() if key in KEPT or not key.startswith("SLURM_")}
             env = ours | {"NODE_MODE": "agent", "NODE_KEY": self.key.hex(), "NODE_SOCKET": "", "NODE_LAUNCH": launch}
             env |= {"NODE_ADDRESSES": str(self.paths.addresses), "NODE_NAMES": " ".join(names)}
@@ -220,8 +222,9 @@ class SlurmSession(ClientSession):
                 for step in self.steps:
                     step.send_signal(number)
         self.nodes, self.steps = {}, []
-        for folder in (self.paths.addresses, Path(self.secrets)):
-            shutil.rmtree(folder, ignore_errors=True)
+        with contextlib.suppress(OSError), records.pinned(self.paths.root) as run:
+            for name in OF_NODES:
+                shutil.rmtree(run / name, ignore_errors=True)
 
     def _have_ended(self) -> bool:
         return all(step.poll() is not None for step in self.steps)

@@ -15,6 +15,7 @@ from orchestrate.engines.swarm.session import SwarmSession
 from orchestrate.engines.swarm.upload import code_files
 from orchestrate.errors import UsageError
 from orchestrate.files.paths import code_folder
+from orchestrate.host import writable
 from orchestrate.plan.plan import Inventory, Placement, Plan, WorkerPlan, pluralize
 from orchestrate.plan.preload import preload
 from orchestrate.spec.spec import IMAGE, JobSpec
@@ -31,6 +32,8 @@ class SwarmEngine:
 
     def prepare(self, spec: JobSpec, run: Path) -> None:
         """Build or pull the images of the nodes and of the relay."""
+        if spec.volume.startswith("/") and Path(spec.volume).is_dir():  # of this host, too
+            writable.note([writable.resolved(spec.volume)])
         ensure_image(self.manager.daemon, spec)
         if spec.image != IMAGE:
             ensure_image(self.manager.daemon, JobSpec())

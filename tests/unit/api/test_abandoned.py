@@ -9,7 +9,7 @@ from support.plans import HERE, plan
 
 from orchestrate.api import cluster
 from orchestrate.engines.base import JobState
-from orchestrate.host.processes import started
+from orchestrate.host.processes import myself
 from orchestrate.record import run_dir
 from orchestrate.record.paths import JobPaths
 from orchestrate.spec.spec import JobSpec
@@ -28,7 +28,7 @@ def test_clusters_of_killed_programs_must_be_removed_once_their_nodes_have_ended
             create(JobPaths(tmp_path / f"of-{name}"), cluster=name).log(0).write_text("mine")
         os.utime(paths.nodes, (time.time() - age,) * 2)
 
-    dead, alive = f"{os.getpid()} 1", f"{os.getpid()} {started(os.getpid())}"
+    dead, alive = f"{os.getpid()} 1", myself()
     up("tests-1", 200, dead, job=True)
     up("tests-2", 70, dead)  # its nodes are about to end
     up("tests-3", 200, alive)

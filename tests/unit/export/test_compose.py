@@ -16,7 +16,7 @@ from orchestrate.errors import UsageError
 from orchestrate.export import compose as export_compose
 from orchestrate.export.compose import compose
 from orchestrate.files.paths import PACKAGE
-from orchestrate.host import owners, users
+from orchestrate.host import owners, users, writable
 from orchestrate.spec.layers import resolve
 from orchestrate.spec.spec import JobSpec
 
@@ -127,6 +127,19 @@ def replacements(run: Path, elsewhere: Path) -> list[Callable[[], object]]:
         lambda: (run.mkdir(), (run / "job").symlink_to(elsewhere)),
         lambda: run.touch(),
     ]
+
+
+def test_links_that_an_exported_job_can_make_must_not_be_followed_later(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared").chmod(0o777)
+    exported(mounts=f"{tmp_path}/shared:/s:rw")
+    (tmp_path / "runs" / "digits" / "job").mkdir(parents=True)
+    for name in ("shared", "runs/digits/job"):
+        (tmp_path / name / "prepared").symlink_to("/etc")
+        with pytest.raises(UsageError, match=f"prepared leads to /etc, out of {tmp_path}/"):
+            writable.resolved(f"{tmp_path}/{name}/prepared")
 
 
 @pytest.mark.parametrize("number", range(4))

@@ -141,7 +141,7 @@ def test_an_open_file_description_lock_must_not_lead_to_a_signal(tmp_path, conte
 
 def test_a_process_that_reuses_the_id_of_an_ended_supervisor_must_not_be_signalled(tmp_path, other, monkeypatch):
     found = not_none(lock.holder(JobPaths(tmp_path / "held")))
-    later = dataclasses.replace(found, started="1")  # as if another process had the same id
+    later = dataclasses.replace(found, name=f"{found.pid} 1")  # as if another process had the same id
     with monkeypatch.context() as patched:
         forbid_signals(patched)
         assert not later.ask_to_stop()

@@ -140,6 +140,7 @@ def test_the_file_of_services_must_be_found_from_any_folder(tmp_path, monkeypatc
 
 
 LINKED = [{"mounts": "there:/x:rw"}, {"secrets": {"A": "there"}}, {"source": "there"}, {"services": "there"}]
+LINKED += [{"dockerfile": "there"}]
 
 
 @pytest.mark.parametrize("given", LINKED, ids=lambda given: next(iter(given)))
@@ -153,7 +154,36 @@ def test_a_project_must_not_bring_a_link_that_leads_out_of_it(tmp_path, monkeypa
     (tmp_path / "project" / "there").unlink()
     (tmp_path / "project" / "inside").touch()
     (tmp_path / "project" / "there").symlink_to("inside")
-    assert f"{tmp_path}/project/there" in str(with_absolute(resolve(given)))
+    found = "inside" if "mounts" in given else "there"  # which a later link could replace
+    assert f"{tmp_path}/project/{found}" in str(with_absolute(resolve(given)))
+
+
+def test_a_job_that_continues_must_not_follow_a_link_that_has_come_since_it_started(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("out", "private"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name).chmod(0o777)
+    (tmp_path / "linked").symlink_to("out")
+    spec = with_absolute(resolve({"user": "root", "mounts": "linked:/x:rw", "trainers": 1}))
+    folders.given_mounts(spec, tmp_path / "runs")
+    (tmp_path / "out").rmdir()
+    (tmp_path / "out").symlink_to("private")
+    for use in (folders.identities, lambda spec: folders.given_mounts(spec, tmp_path / "runs")):
+        with pytest.raises(UsageError, match=f"{tmp_path}/out leads to {tmp_path}/private now"):
+            use(spec)
+
+
+@pytest.mark.parametrize("key", ["services", "dockerfile"])
+def test_a_job_that_continues_must_not_use_files_out_of_its_folder(tmp_path, monkeypatch, key):
+    (tmp_path / "project").mkdir()
+    (tmp_path / "project" / "there").touch()
+    monkeypatch.chdir(tmp_path / "project")
+    spec = with_absolute(resolve({key: "there"}))
+    job_folders.check_again(spec)
+    (tmp_path / "project" / "there").unlink()
+    (tmp_path / "project" / "there").symlink_to("../outside")
+    with pytest.raises(UsageError, match=f"{key}: .*there leads to {tmp_path}/outside, out of the current folder"):
+        job_folders.check_again(spec)
 
 
 def test_where_a_link_to_data_leads_must_be_known(tmp_path, monkeypatch):

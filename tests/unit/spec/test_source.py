@@ -114,7 +114,7 @@ def test_a_folder_that_leads_to_another_repository_must_be_refused(repository, t
     if way == ".git":
         theirs.mkdir()
         (theirs / ".git").write_text(f"gitdir: {repository}/.git\n")
-        expected = f"{theirs}/.git names the repository of another folder"
+        expected = f"{theirs} has parts of the repository of another folder"
     elif way != "alternates":
         subprocess.run(["git", "init", "-q", theirs], check=True)
         git, of = theirs / ".git", repository / ".git"
@@ -126,12 +126,36 @@ def test_a_folder_that_leads_to_another_repository_must_be_refused(repository, t
             path = git / "objects" if way == "objects" else git / "objects" / "pack"
             shutil.rmtree(path)
             path.symlink_to(of / "objects")
-        expected = f"{theirs}/.git names the repository of another folder"
+        expected = f"{theirs} has parts of the repository of another folder"
     else:
         subprocess.run(["git", "init", "-q", theirs], check=True)
         (theirs / ".git" / "objects" / "info" / "alternates").write_text(f"{repository}/.git/objects\n")
         expected = f"the repository {theirs} uses the objects of another one"
     with pytest.raises(UsageError, match=expected):
+        source.check_out(source.parsed(f"git+file://{theirs}"))
+
+
+@pytest.mark.parametrize("way", ["bare links", "bare commondir", "foreign commondir", "loose objects", "refs"])
+def test_a_repository_must_not_be_made_of_parts_of_another_one(repository, tmp_path, way):
+    of, theirs = repository / ".git", tmp_path / "theirs"
+    git = theirs if way.startswith("bare") else theirs / (".git" if way in ("loose objects", "refs") else "meta")
+    git.mkdir(parents=True)
+    shutil.copy(of / "HEAD", git)
+    if way.endswith("commondir"):
+        (git / "commondir").write_text(f"{of}\n")
+        if git.name == "meta":
+            (theirs / ".git").write_text("gitdir: meta\n")
+            (git / "gitdir").write_text("../.git\n")
+    elif way == "bare links":
+        for name in ("objects", "refs"):
+            (git / name).symlink_to(of / name)
+    else:
+        for name in ("objects", "refs"):
+            shutil.copytree(of / name, git / name)
+        path = next((git / "objects").glob("??/*" if way == "loose objects" else "../refs/heads/*"))
+        path.unlink()
+        path.symlink_to(of / path.relative_to(git))
+    with pytest.raises(UsageError, match=f"{theirs} has parts of the repository of another folder"):
         source.check_out(source.parsed(f"git+file://{theirs}"))
 
 
