@@ -142,12 +142,18 @@ class Cluster:
             left = self.seconds_left()
             if left is None or left > -ABANDONED_AFTER or self.user():
                 return False
-            if not self.private:
-                return not self.jobs()
-            program = content(self.paths.private)
-            return bool(program) and not named(program)
+            return self.orphaned if self.private else not self.jobs()
         except (OSError, ValueError):
             return False
+
+    @property
+    def orphaned(self) -> bool:
+        """Whether the program that has started it for itself was killed."""
+        try:
+            program = content(self.paths.private)
+        except (OSError, ValueError):
+            return False
+        return bool(program) and not named(program) and not self.user()
 
 
 def found(runs: Path) -> list[Cluster]:

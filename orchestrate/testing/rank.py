@@ -90,7 +90,9 @@ class Rank:
         self.reports.append(config.hook.pytest_report_to_serializable(config=config, report=report))
         if report.failed and not self.failed:
             self.failed = getattr(report, "stop", 0.0) or now()  # before its traceback was made, which takes a while
-        if report.failed and report.when != "teardown":  # which may wait for ranks that wait for this one
+        entered = report.when == "setup" and report.passed  # if it crashes then, it is the test that fails
+        # The teardown of a failed test may wait for ranks that wait for this one.
+        if entered or (report.failed and report.when != "teardown"):
             self.write(
                 {"reports": self.reports, "errors": [], "warnings": [], "port": 0, "hosted": False, "done": False}
             )

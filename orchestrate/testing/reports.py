@@ -53,16 +53,17 @@ class Ran(NamedTuple):
         return next((self.reports[each] for each in PHASES if each in self.reports and self.reports[each].failed), None)
 
 
-def read(data: Any, load: Callable[[Any], Any]) -> Ran:
-    """Return what a rank has written; raises ValueError if it is something else."""
+def read(data: Any, load: Callable[[Any], Any], hide: Callable[[str], str] = str) -> Ran:
+    """Return what a rank has written, without secrets, which `hide` masks; raises ValueError for anything else."""
     try:
-        found = [_checked(_lines(each["longrepr"]), load(each)) for each in _cleaned(data["reports"])]
-        phases, error = dict[str, pytest.TestReport](), _cleaned("\n".join(map(str, data["errors"][:1])))
+        data = _cleaned(data, hide)
+        found = [_checked(_lines(each["longrepr"]), load(each)) for each in data["reports"]]
+        phases, error = dict[str, pytest.TestReport](), "\n".join(map(str, data["errors"][:1]))
         for each in found:
             if each.when not in phases or not phases[each.when].failed:  # a failed subtest is one of several reports
                 phases[each.when] = each
         store = {"port": int(data["port"]), "hosted": bool(data["hosted"])}
-        warned = tuple(map(_warned, _cleaned(data["warnings"])[:MAX_WARNINGS]))
+        warned = tuple(map(_warned, data["warnings"][:MAX_WARNINGS]))
         return Ran(phases, float(data["time"]), store, bool(data["done"]), error, warned)
     except Exception as error:  # whatever is in there
         raise ValueError(f"{type(error).__name__}: {error}") from None
@@ -74,14 +75,14 @@ def _warned(data: list[Any]) -> Warned:
     return Warned(category, str(text), str(file), int(number), str(line))
 
 
-def _cleaned(value: Any, depth: int = 0) -> Any:
+def _cleaned(value: Any, hide: Callable[[str], str], depth: int = 0) -> Any:
     """Return what a rank has written without control characters, except those of colors, and without surrogates."""
     assert depth < MAX_DEPTH
     if isinstance(value, str):
-        return console.clean(value, colors=True).encode(errors="replace").decode()
+        return hide(console.clean(value, colors=True).encode(errors="replace").decode())
     if isinstance(value, dict):
-        return {_cleaned(key): _cleaned(each, depth + 1) for key, each in value.items()}
-    return [_cleaned(each, depth + 1) for each in value] if isinstance(value, list) else value
+        return {_cleaned(key, hide): _cleaned(each, hide, depth + 1) for key, each in value.items()}
+    return [_cleaned(each, hide, depth + 1) for each in value] if isinstance(value, list) else value
 
 
 def _lines(value: Any) -> int:

@@ -24,7 +24,6 @@ from orchestrate.testing import reports
 from orchestrate.testing.world import DEFAULTS, Broken, World, inside, path_below
 
 TIMEOUT = 300.0  # seconds
-SETUP = " in pytest_runtest_setup\n"  # in the stack of a rank that runs a fixture
 MARGIN = 5.0  # seconds that are left to pytest-timeout: it would end the whole session
 # Plug-ins that do in this process what they should do once, and not on every rank.
 BLOCKED = (
@@ -115,7 +114,8 @@ class Worlds:
             return reports.unfinished(item, _text(error), "setup")
         except pytest.fail.Exception as error:  # by pytest-timeout
             self.close()
-            return reports.unfinished(item, f"the ranks did not start in time: {error}", "setup")
+            hint = "it includes the start of the ranks, which a limit in the marker, nodes(…, timeout=…), does not"
+            return reports.unfinished(item, f"the ranks did not start in time: {error}\nhint: {hint}", "setup")
         try:
             return self._run(world, item, self._following(item, nextitem, shape))
         except (Broken, OrchestrateError, pytest.fail.Exception) as error:  # the last by pytest-timeout
@@ -132,7 +132,7 @@ class Worlds:
         ran = world.run(item.nodeid, following, limit)
         for rank, each in ran.items():
             if each.error:
-                raise Broken(f"rank {rank} cannot collect the test:\n{each.error}")
+                raise Broken(self._not_collected(rank, each.error))
         for message in reports.warned(ran):
             known = {"warning_message": message, "when": "runtest", "nodeid": item.nodeid, "location": None}
             self.config.hook.pytest_warning_recorded.call_historic(kwargs=known)
@@ -148,18 +148,26 @@ class Worlds:
             return found
         gone = "; ".join(f"rank {rank} exited with code {world.left[rank]} during the test" for rank in left)
         what = ended or gone or f"{reports.named(missing)} did not end within {limit:g} s"
+        theirs = _timeout(item)
+        what += f", of the {theirs:g} s of pytest-timeout" * (not ended and not gone and limit == _shortened(theirs))
         waiting = [rank for rank in missing if rank in stacks or not (ended or rank in left)]
         head, shown = reports.stacks(stacks, waiting) if waiting else ("", "")
         head = "" if crashed else head  # the others wait for a rank that is gone
         parts = what, head, shown, reports.outcomes(ran)
-        in_setup = waiting and all(SETUP in stacks.get(rank, "") for rank in waiting)
         output = {rank: world.output(rank) for rank in missing}
-        phase = "setup" if in_setup else "call"
+        phase = "call" if world.entered & {*missing} else "setup"
         return reports.unfinished(item, "\n".join(filter(None, parts)), phase, output, head)
 
-    def _read(self, data: Any) -> reports.Ran:
+    def _not_collected(self, rank: int, error: str) -> str:
+        last = (error.rstrip().splitlines() or [""])[-1].removeprefix("E").strip()
+        text = f"rank {rank} cannot collect the test: {last}\n{error}"
+        if "ModuleNotFoundError" in error and self.config.getoption("nodes_engine") != "process":
+            text += f"\nhint: containers have a copy of {self.root}, pytest's root folder; --rootdir names another one"
+        return text
+
+    def _read(self, data: Any, hide: Callable[[str], str]) -> reports.Ran:
         load = self.config.hook.pytest_report_from_serializable
-        return reports.read(data, lambda report: load(config=self.config, data=report))
+        return reports.read(data, lambda report: load(config=self.config, data=report), hide)
 
     def _fitting(self, shape: Shape) -> World:
         """Return ranks of this shape, started if they do not run; raises OrchestrateError."""
@@ -270,8 +278,7 @@ class Worlds:
         """Return the time limit of a test in seconds: its own, or that of pytest-timeout."""
         marker = item.get_closest_marker("nodes")
         own = float(marker.kwargs.get("timeout", TIMEOUT)) if marker else TIMEOUT
-        theirs = _timeout(item)
-        return min(own, theirs - min(MARGIN, theirs / 2)) if theirs else own
+        return min(own, _shortened(_timeout(item)) or own)
 
     def _end_world(self) -> None:
         world, self._world = self._world, None
@@ -313,6 +320,11 @@ def _timeout(item: pytest.Item) -> float:
             if found := float(value() or 0):
                 return found
     return 0.0
+
+
+def _shortened(limit: float) -> float:
+    """Return the part of pytest-timeout's limit that a test gets."""
+    return limit - min(MARGIN, limit / 2)
 
 
 def _is_plain(value: Any) -> bool:

@@ -56,7 +56,7 @@ def inside(folder: Path) -> Iterator[None]:
         os.chdir(before)
 
 
-Read = Callable[[Any], Ran]  # checks what a rank has written; raises ValueError
+Read = Callable[[Any, Callable[[str], str]], Ran]  # checks what a rank has written, without secrets; raises ValueError
 
 
 class World:
@@ -71,7 +71,8 @@ class World:
         self._job: Job = cluster._start(program, (), options, bound=True, tell=False)
         self.left: dict[int, int] = {}  # exit codes of ranks that have ended, although they were asked for another test
         self._folder, self._read = self._job._paths.folder, read
-        plan = run_dir.load(self._job._paths)[1]
+        spec, plan = run_dir.load(self._job._paths)
+        self._hide = spec.mask()
         self.size, self._roots = plan.world_size, (f"{root}/", f"{plan.placement.job_dir}/{WORK}/")
         self._number, self._logged = 0, dict[int, int]()  # the request, and bytes in the log of each rank before it
         ready = self._results(time.monotonic() + START_LIMIT)
@@ -79,6 +80,7 @@ class World:
             what = self.why_ended() or f"ranks did not collect the tests within {START_LIMIT:g} s"
             raise OrchestrateError(what, f"see {self._job.run_dir}")
         self._store = ready[0].store
+        self.entered: set[int] = set()  # ranks whose fixtures were ready, in the last test
 
     def run(self, item: str, following: str | None, limit: float) -> dict[int, Ran]:
         """Run a test; return what each rank has reported.
@@ -98,11 +100,13 @@ class World:
         return found
 
     def _results(self, deadline: float) -> dict[int, Ran]:
-        found: dict[int, Ran] = {}
+        found, self.entered = dict[int, Ran](), set()
         delay, look, ended = SHORTEST, time.monotonic() + LOOK, False
         while True:
             left = [rank for rank in range(self.size) if rank not in found or not found[rank].done]
             new = {rank: ran for rank in left if (ran := self._result(rank))}
+            self.entered |= {*new}
+            new = {rank: ran for rank, ran in new.items() if ran.done or ran.failure()}
             now, first = time.monotonic(), not any(each.failure() for each in found.values())
             if first and any(each.failure() for each in new.values()):
                 deadline = min(deadline, now + PATIENCE)
@@ -126,7 +130,7 @@ class World:
             with self._folder.open(f"results/{self._number}-{rank}.json") as file:
                 text = file.read(MAX_RESULT)
             checks.limit_values(text, MAX_VALUES)
-            return self._read(json.loads(text))
+            return self._read(json.loads(text), self._hide)
         except FileNotFoundError:
             return None
         except (OSError, ValueError, RecursionError) as error:
@@ -168,7 +172,7 @@ class World:
         with contextlib.suppress(OSError), self._job._paths.folder.open(log(rank)) as file:
             first, last = self._logged.get(rank, 0), os.fstat(file.fileno()).st_size - MAX_OUTPUT
             file.seek(max(first, last))
-            text = console.clean(file.read(MAX_OUTPUT).decode(errors="replace"), colors=True)
+            text = self._hide(console.clean(file.read(MAX_OUTPUT).decode(errors="replace"), colors=True))
             head, _, rest = text.partition("\n")
             if first < last:
                 return f"[the rest is in {self._job._paths.log(rank)}]\n{rest}"

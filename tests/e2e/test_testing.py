@@ -96,6 +96,15 @@ def test_hangs(rank):
     time.sleep(1000)
 
 @pytest.fixture
+def late_on_zero(rank):
+    if rank == 0:
+        time.sleep(1000)
+
+@pytest.mark.nodes(2)
+def test_crashes_before_another_is_ready(late_on_zero):
+    os._exit(3)
+
+@pytest.fixture
 def waits(rank):
     time.sleep(1000)
 
@@ -207,6 +216,7 @@ def test_each_test_must_have_one_result(whole):
         "all_fail",
         "one_fails_and_one_waits",
         "crashes",
+        "crashes_before_another_is_ready",
         "crashes_and_its_peer_notices",
         "hangs",
         "unexpected",
@@ -227,7 +237,7 @@ def test_each_test_must_have_one_result(whole):
     expected = {name: ["failure"] for name in failed} | {name: ["error"] for name in errors}
     expected |= {name: list[str]() for name in passed} | {"skipped": ["skipped"], "expected": ["skipped"]}
     assert results == {f"test_{name}": ended for name, ended in expected.items()}
-    assert re.search(r"10 failed, 6 passed, 1 skipped, 1 xfailed, 8 errors in ", out)
+    assert re.search(r"11 failed, 6 passed, 1 skipped, 1 xfailed, 8 errors in ", out)
 
 
 def test_ranks_must_keep_fixtures_between_tests_and_end_them(whole):
@@ -365,6 +375,16 @@ def test_output_that_is_not_captured_must_be_in_the_logs_of_the_ranks(small):
     )
     small("-s")
     assert ["I am 1\n" in log.read_text() for log in small.folder.glob("runs/*/logs/rank-1.log")] == [True]
+
+
+def test_secrets_must_not_be_in_results(small):
+    (small.folder / "test_it.py").write_text(
+        "import os, pytest\n\n@pytest.mark.nodes(2, env={'DB_PASSWORD': 'pa55word'})\ndef test_it(rank):\n"
+        "    print('with', os.environ['DB_PASSWORD'])\n    assert os.environ['DB_PASSWORD'] == ''\n"
+    )
+    out = small()
+    assert "pa55word" not in out + (small.folder / "results.xml").read_text()
+    assert "with ***" in out and "assert '***' == ''" in out
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

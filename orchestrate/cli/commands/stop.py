@@ -7,11 +7,12 @@ import os
 import signal
 
 from orchestrate import errors
-from orchestrate.api import removal, stop
+from orchestrate.api import cluster, removal, stop
 from orchestrate.cli import find, listing, options, signals
 from orchestrate.cli.parser import Parser
 from orchestrate.clock import wait_until
 from orchestrate.console import out, print_message
+from orchestrate.engines import choice
 from orchestrate.host import claims, records
 from orchestrate.record.paths import JobPaths
 
@@ -21,7 +22,7 @@ LEFT_TIMEOUT = 10.0  # seconds in which a process must have left the queue
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of `stop`."""
     options.add_job_name(parser, latest=False, needed=False)
-    parser.add_argument("--all", action="store_true", help="stop all jobs in --runs that have not ended")
+    parser.add_argument("--all", action="store_true", help="stop all jobs in --runs, and nodes of killed programs")
     options.add_runs(parser)
     options.add_dry_run(parser)
 
@@ -43,7 +44,20 @@ def run(args: argparse.Namespace) -> int:
                 failure = error
     if failure:
         raise failure
+    for each in cluster.found(args.runs):
+        if each.orphaned:
+            _remove(each, args.dry_run)
     return errors.SUCCEEDED
+
+
+def _remove(left: cluster.Cluster, dry_run: bool) -> None:
+    """Remove the nodes that a program was killed without removing, such as pytest."""
+    engine = choice.of_plan(left.spec, left.plan)
+    if dry_run:
+        removal.show(removal.resources([engine], left.name), f"folder {left.paths.root}")
+        return
+    cluster.take_down(engine, left, grace=0)
+    print_message(f"{left.name} removed, which a killed program had left")
 
 
 def _stop(args: argparse.Namespace) -> int:

@@ -10,11 +10,13 @@ import pytest
 from support.commanded import Meanwhile, Whole, create, end, noted, runs_elsewhere, supervised
 from support.methods import raising
 from support.optional import not_none
+from support.plans import HERE, plan
 from support.scripted import ALL_WELL, KILLED
 
 from orchestrate.engines import choice
 from orchestrate.errors import EngineError, OrchestrateError
 from orchestrate.host import records
+from orchestrate.host.processes import myself
 from orchestrate.record import lock, run_dir
 from orchestrate.record.events import GenerationStarting
 from orchestrate.record.paths import JobPaths
@@ -48,6 +50,16 @@ def test_stop_must_end_all_jobs_of_a_folder_and_no_other(do, runs, paths, engine
     assert do("stop", "--all") == (0, [], [])
     for words in (["stop"], ["stop", "a-1", "--all"]):
         assert do(*words) == (2, [], ["error: name one job, or use --all", "hint: python -m orchestrate ps"])
+
+
+def test_stop_must_remove_clusters_whose_program_was_killed(do, runs, engine):
+    for name, program in (("dead-1", f"{os.getpid()} 1"), ("used-1", myself())):
+        run_dir.create(JobSpec(), plan(JobSpec(), HERE.but(cluster=name, keep=60.0), name, 0), JobPaths(runs / name))
+        JobPaths(runs / name).private.write_text(program)
+    assert do("stop", "--all", "--dry-run") == (0, [f"folder {runs}/dead-1"], [])
+    code, out, err = do("stop", "--all")
+    assert (code, out, err) == (0, [], ["dead-1 removed, which a killed program had left"])
+    assert engine.calls == ["remove dead-1"] and not (runs / "dead-1").exists() and (runs / "used-1").exists()
 
 
 def test_stop_must_remove_what_an_ended_job_has_left(do, paths, engine):
