@@ -117,9 +117,12 @@ def _waiting(name: str) -> list[str]:
 
 def latest(runs: Path, shown: Path) -> str:
     """Return this account's newest job; raises UsageError if there is none."""
-    for paths in _newest(_folders(runs)):
-        if _is_job(paths) and records.find(paths.root):
+    jobs = [paths for paths in _newest(_folders(runs)) if _is_job(paths)]
+    for paths in jobs:
+        if records.find(paths.root):
             return paths.root.name
+    if jobs:
+        raise UsageError(f"the jobs in {runs} were created elsewhere", f"name one: {runs / jobs[0].root.name}")
     raise UsageError(f"no jobs in {runs}", "name a job of another folder, or select that with --runs")
 
 

@@ -103,6 +103,12 @@ def test_an_empty_runs_folder_must_be_named(do, engine, tmp_path):
     assert do("logs") == (2, [], [f"error: no jobs in {tmp_path}", hint])
 
 
+def test_results_that_were_copied_here_must_be_named(do, engine, tmp_path):
+    records.forget(create(JobPaths(tmp_path / "a-1")).root)
+    hint = f"hint: name one: {tmp_path}/a-1"
+    assert do("logs") == (2, [], [f"error: the jobs in {tmp_path} were created elsewhere", hint])
+
+
 def test_a_hint_must_list_only_jobs_in_the_folder(do, engine, tmp_path):
     create(JobPaths(tmp_path / "a-1"))
     engine.states = [runs_elsewhere(create(JobPaths(tmp_path / "far" / "b-1")).root, "b-1")]
