@@ -44,6 +44,8 @@ def check_script(spec: JobSpec) -> JobSpec:
         _check_module(script, words, here)
         return spec
     path, exists = _path(script, here)
+    if not exists:
+        _check_words(script)
     if _is_program(spec, path, exists, top):
         _check_program(script, words, here)
         return spec
@@ -68,6 +70,14 @@ def _check_module(flag: str, words: list[str], here: Path) -> None:
         raise UsageError(f"expected a script or -m MODULE, got {flag}", SYNTAX)
     if words[0].endswith(".py") and os.path.isfile(here / words[0]):
         raise UsageError(f"-m takes a module, but {words[0]} is a file", "remove -m")
+
+
+def _check_words(script: str) -> None:
+    """Raise UsageError for a script and its arguments in one word."""
+    first, *words = script.split()
+    if words and first.endswith((".py", ".sh")):
+        separate = shlex.join([first, *words])
+        raise UsageError(f"the script {quoted(script)} does not exist", f"write its arguments apart: {separate}")
 
 
 def _path(script: str, here: Path) -> tuple[Path, bool]:
@@ -103,6 +113,8 @@ def _check_file(script: str, path: Path, exists: bool, top: Path, here: Path) ->
         names = sorted(os.listdir(path.parent)[:MAX_NAMES]) if path.parent.is_dir() else []
         near = difflib.get_close_matches(path.name, names, 1, 0.8)
         hint = f"did you mean {Path(script).with_name(near[0])}?" if near else f"paths are relative to {here}"
+        if script.startswith("examples/") and not path.parent.is_dir():
+            hint = "the examples are in the repository, not in the package; python -m orchestrate run trains one"
         raise UsageError(f"the script {script} does not exist", hint)
     if not path.is_relative_to(top):
         raise UsageError(

@@ -20,7 +20,13 @@ EXPORTS = {
 }
 # Options of sbatch that users try first.
 OF_SBATCH = ("account", "constraint", "gres", "partition", "qos", "reservation", "time")
-ELSEWHERE = {"-n": "--nodes", "-N": "--nodes", "-d": "--detach"}  # of other launchers
+# Options and commands of other launchers and tools.
+ELSEWHERE = {"-n": "--nodes", "-N": "--nodes", "-d": "--detach", "-np": "--nodes", "--nproc": "--nproc-per-node"}
+COMMANDS_ELSEWHERE = {
+    **{"list": "ps", "ls": "ps", "status": "ps", "jobs": "ps", "kill": "stop", "cancel": "stop", "restart": "resume"},
+    **{"tail": "logs", "log": "logs", "show": "report", "compare": "report", "delete": "rm", "remove": "rm"},
+    **{"clean": "prune", "version": "--version", "start": "run", "launch": "run", "train": "run", "submit": "run"},
+}
 
 
 class Parser(argparse.ArgumentParser):
@@ -44,6 +50,8 @@ class Parser(argparse.ArgumentParser):
             kind = "target" if known == [*EXPORTS] else "command"
             script = kind == "command" and match[1].endswith((".py", ".sh"))
             hint = f"{self.prog} run {match[1]}" if script else did_you_mean(match[1], known, 2)
+            if kind == "command" and match[1] in COMMANDS_ELSEWHERE:
+                hint = f"did you mean {COMMANDS_ELSEWHERE[match[1]]}?"
             hint = hint or (f"one of {', '.join(known)}" if kind == "target" else f"{self.prog} --help")
             raise UsageError(f"unknown {kind} {quoted(match[1])}", hint)
         newest = f"{self.prog} latest, or a name: {self.prog.rpartition(' ')[0]} ps --all lists them"

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrate import errors
+from orchestrate.cli import signals
 from orchestrate.console import out, print_message, stream
 from orchestrate.errors import OrchestrateError, UsageError
 from orchestrate.files.folder import write_whole
@@ -76,6 +77,7 @@ def _named(args: argparse.Namespace) -> str:
 
 def show(args: argparse.Namespace, name: str, data: dict[str, Any]) -> int:
     """Print the report of a job, write it as JUnit XML on request, and return the exit code; raises OSError."""
+    signals.end_at_once()
     print_message(text(data))
     saved, stopped = data.get("checkpoints"), data["outcome"] == Outcome.STOPPED
     if (stopped or (saved and data["outcome"] != Outcome.SUCCEEDED)) and not data.get("left_behind"):

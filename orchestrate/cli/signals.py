@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from typing import Any
 
-from orchestrate import console, patience
+from orchestrate import console, errors, patience
 from orchestrate.spec.spec import JobSpec
 
 # Seconds that the command still waits after the second request: at least, more for each node, and at most.
@@ -19,6 +20,14 @@ def interruptible() -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup sets it
         signal.signal(signal.SIGHUP, signal.default_int_handler)
+
+
+def end_at_once() -> None:
+    """Let what `count` has counted end a command whose job has ended: its output may not be read any longer."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
+            continue
+        signal.signal(number, lambda *_: os._exit(errors.INTERRUPTED))
 
 
 def count(spec: JobSpec) -> Any:

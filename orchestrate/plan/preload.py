@@ -42,7 +42,7 @@ def preload(spec: JobSpec, folder: Path, copied: bool = False) -> tuple[str, ...
     if "ray" in used and spec.trainers:
         print_message("warning: the script imports ray: ray.init() without an address starts a cluster in each worker")
         print_message("hint: use one worker: --nodes 1")
-    if "spawn" in used and spec.trainers:
+    if "spawn" in used:
         print_message("warning: the script starts workers with mp.spawn(), and the job starts it on each node")
         print_message("hint: call the function itself, with the rank in $RANK: orchestrate help script")
     elif "address" in used and spec.trainers:

@@ -235,7 +235,7 @@ def line(event: events.Event) -> str:
         case events.EngineBack():
             return "the engine is back"
         case events.DiskFull():
-            return f"cannot write to the run directory: {event.error}; waiting"
+            return f"warning: cannot write to the run directory: {event.error}; waiting for five minutes at most"
         case events.WarningIssued():
             return f"warning: {event.text}"
     return ""

@@ -96,7 +96,8 @@ def _parsed(layers: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
             if key not in FIELDS:
                 known = ["nodes", *FIELDS]
                 others = f"hyperparameters.{key} for an option of the script; otherwise one of {', '.join(known)}"
-                raise UsageError(f"unknown key {quoted(key)}", did_you_mean(key, known) or others)
+                hint = "did you mean command?" if key in ("script", "entrypoint") else did_you_mean(key, known)
+                raise UsageError(f"unknown key {quoted(key)}", hint or others)
             try:
                 parsed = FIELDS[key].metadata["kind"].parse(_decoded(value))
             except ValueError as error:

@@ -54,7 +54,7 @@ def late(states: Mapping[int, str], stands: Mapping[int, Position | None]) -> tu
     rank = min(known, key=lambda r: (places[known[r].where], r))
     if len(places) > 1:
         return rank, f"is not where the others are, but at {known[rank].where}{_others(stands, rank)}"
-    return rank, f"and all others are at {known[rank].where}"
+    return rank, f"{'and all others are' if len(known) > 1 else 'is'} at {known[rank].where}"
 
 
 def _others(stands: Mapping[int, Position | None], rank: int) -> str:

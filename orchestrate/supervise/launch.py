@@ -271,9 +271,10 @@ def _finish(job: JobContext, data: dict[str, Any], show: Callable[[str], None]) 
         return show(f"warning: {paths.root} was removed or replaced while the job ran: its report and logs are lost")
     steps: list[Callable[[], object]] = [
         *([paths.folder.make] if job.files.gone() else []),  # a local process can remove its job folder
-        lambda: _write_page(paths, data),  # first: the job has ended for others once report.json is there
-        lambda: records.write(paths.report, json.dumps(data, indent=2) + "\n"),
+        # First: the job has ended for others once report.json is there, and they read its files.
         *([] if data["left_behind"] else [lambda: run_dir.move_from_cluster(paths)]),
+        lambda: _write_page(paths, data),
+        lambda: records.write(paths.report, json.dumps(data, indent=2) + "\n"),
         *([] if paths.cluster and data["left_behind"] else [lambda: _make_harmless(paths)]),
         lambda: usage.remove(paths),
         lambda: stacks.remove(paths),

@@ -75,12 +75,23 @@ class World:
         self._hide = spec.mask()
         self.size, self._roots = plan.world_size, (f"{root}/", f"{plan.placement.job_dir}/{WORK}/")
         self._number, self._logged = 0, dict[int, int]()  # the request, and bytes in the log of each rank before it
-        ready = self._results(time.monotonic() + START_LIMIT)
+        self.entered: set[int] = set()  # ranks whose fixtures were ready, in the last test
+        try:
+            self._store = self._ready()
+        except BaseException:  # the next ranks would wait for the end of these
+            self.kill()
+            raise
+
+    def _ready(self) -> Mapping[str, int]:
+        """Wait until all ranks have collected the tests; raises OrchestrateError."""
+        try:
+            ready = self._results(time.monotonic() + START_LIMIT)
+        except Broken as error:
+            raise OrchestrateError(str(error), f"see {self._job.run_dir}") from None
         if not self.whole(ready):
             what = self.why_ended() or f"ranks did not collect the tests within {START_LIMIT:g} s"
             raise OrchestrateError(what, f"see {self._job.run_dir}")
-        self._store = ready[0].store
-        self.entered: set[int] = set()  # ranks whose fixtures were ready, in the last test
+        return ready[0].store
 
     def run(self, item: str, following: str | None, limit: float) -> dict[int, Ran]:
         """Run a test; return what each rank has reported.

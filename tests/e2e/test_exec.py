@@ -10,14 +10,25 @@ import pytest
 from support.faults import Background
 from support.waiting import eventually
 
-SHOWS = "echo $RANK/$LOCAL_RANK $TOKEN $DOCKER_CONFIG $LINES $PWD\n"
+SHOWS = "echo $RANK/$LOCAL_RANK $TOKEN $DOCKER_CONFIG $LINES $SSH_KEY $PWD\n"
 SHOWS += "python -c 'import os; print(os.environ.get(\"NODE_KEY\"), os.getcwd())'"
 
 
 @pytest.fixture
 def job(ready):
     """A running job, which ends with the test."""
-    options = "--nproc-per-node", "2", "-e", "TOKEN=hidden", "-e", "DOCKER_CONFIG=theirs", "-e", "LINES=a\nb"
+    options = (
+        "--nproc-per-node",
+        "2",
+        "-e",
+        "TOKEN=hidden",
+        "-e",
+        "DOCKER_CONFIG=theirs",
+        "-e",
+        "LINES=a\nb",
+        "-e",
+        "SSH_KEY=c\nd",
+    )
     job = Background(ready, ready.engine, *options, "--", "count.py", "until-asked")
     job.until_step(1, rank=1)
     yield job
@@ -31,7 +42,7 @@ def test_a_command_must_run_with_the_environment_and_in_the_folder_of_a_worker(r
     for options, rank in (((), "0/0"), (("--node", "trainer-1"), "2/0"), (("--rank", "3"), "3/1")):
         done = ready("exec", run, *options, "--", "sh", "-c", SHOWS)
         key = "" if ready.engine == "docker" else "None"
-        assert done.stdout == f"{rank} hidden theirs a b {folder}\n{key} {folder}\n", done.stderr
+        assert done.stdout == f"{rank} hidden theirs a b c d {folder}\n{key} {folder}\n", done.stderr
         assert done.returncode == 0
 
 

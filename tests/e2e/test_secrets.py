@@ -14,6 +14,7 @@ from support.leaks import CANARY, ENV, leaks
 from support.leftovers import docker
 from support.optional import not_none
 from support.processes import proc
+from support.suites import Suite
 
 from orchestrate.cli.parser import EXPORTS
 from orchestrate.record import lock
@@ -64,3 +65,14 @@ def test_a_secret_must_reach_the_workers_of_each_supervisor_and_nothing_else(cli
     assert cli.log(1).count(digest) == 2 and cli.report()["generations"] == 2
     assert leaks(cli.folder / "runs") == set()
     assert CANARY not in output
+
+
+def test_secrets_must_not_be_in_the_results_of_tests(cli):
+    suite = Suite(cli, "")
+    (suite.folder / "test_it.py").write_text(
+        "import os, pytest\n\n@pytest.mark.nodes(2, env={'DB_PASSWORD': 'pa55word'})\ndef test_it(rank):\n"
+        "    print('with', os.environ['DB_PASSWORD'])\n    assert os.environ['DB_PASSWORD'] == ''\n"
+    )
+    out = suite()
+    assert "pa55word" not in out + (suite.folder / "results.xml").read_text()
+    assert "with ***" in out and "assert '***' == ''" in out

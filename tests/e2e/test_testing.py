@@ -368,25 +368,6 @@ def test_warnings_of_ranks_must_be_in_the_summary_once_for_all_ranks(small, opti
     assert "test_it.py:7: DeprecationWarning: of one" in out
 
 
-def test_output_that_is_not_captured_must_be_in_the_logs_of_the_ranks(small):
-    (small.folder / "test_it.py").write_text(
-        "import os, pytest\n\n@pytest.mark.nodes(2)\ndef test_it(rank):\n"
-        "    print('I am', rank, flush=True)\n    os.abort()\n"
-    )
-    small("-s")
-    assert ["I am 1\n" in log.read_text() for log in small.folder.glob("runs/*/logs/rank-1.log")] == [True]
-
-
-def test_secrets_must_not_be_in_results(small):
-    (small.folder / "test_it.py").write_text(
-        "import os, pytest\n\n@pytest.mark.nodes(2, env={'DB_PASSWORD': 'pa55word'})\ndef test_it(rank):\n"
-        "    print('with', os.environ['DB_PASSWORD'])\n    assert os.environ['DB_PASSWORD'] == ''\n"
-    )
-    out = small()
-    assert "pa55word" not in out + (small.folder / "results.xml").read_text()
-    assert "with ***" in out and "assert '***' == ''" in out
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_run_must_leave_nothing_and_keep_its_results(small, number):
     (small.folder / "test_it.py").write_text(

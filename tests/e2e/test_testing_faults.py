@@ -118,3 +118,22 @@ def test_a_job_folder_that_cannot_be_written_must_fail_the_next_test_only(cli):
     out = suite()
     assert "1 failed, 2 passed" in out and "the ranks cannot be asked for the test: " in out, out
     assert not [*suite.folder.glob("runs/cluster-*")]
+
+
+def test_output_that_is_not_captured_must_be_in_the_logs_of_the_ranks(cli):
+    suite = Suite(cli, "")
+    (suite.folder / "test_it.py").write_text(
+        "import os, pytest\n\n@pytest.mark.nodes(2)\ndef test_it(rank):\n"
+        "    print('I am', rank, flush=True)\n    os.abort()\n"
+    )
+    suite("-s")
+    assert ["I am 1\n" in log.read_text() for log in suite.folder.glob("runs/*/logs/rank-1.log")] == [True]
+
+
+def test_ranks_that_cannot_start_must_end_and_not_keep_other_tests_from_running(cli):
+    text = 'import os, pytest\n\nif os.environ.get("RANK") == "1":\n    raise ValueError("x" * (17 << 20))\n'
+    for number in (2, 3):
+        text += f"\n@pytest.mark.nodes({number})\ndef test_on_{number}(rank):\n    pass\n"
+    suite = Suite(cli, f"{text}\ndef test_plain():\n    pass\n")
+    out = suite("--tb=short")
+    assert "1 passed, 2 errors" in out and "the result of rank 1 cannot be read" in out, out

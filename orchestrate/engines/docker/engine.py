@@ -20,6 +20,20 @@ from orchestrate.spec.spec import JobSpec
 
 # Variables that lead the docker command to programs, libraries or settings.
 OF_CLI = re.compile("LD_|DOCKER_|GCONV_|SSH_|SSL_|XDG_|[A-Za-z]+_proxy|[A-Z]+_PROXY|(PATH|HOME|TMPDIR|LOCPATH)$")
+# Gives variables of these names their own again in the container: arguments can be read by all users of a machine.
+RENAMED = "ORCHESTRATE_EXEC_"
+RENAME = f"""
+import os, sys
+count = int(sys.argv[1])
+names, words = sys.argv[2 : 2 + count], sys.argv[2 + count :]
+for number, name in enumerate(names):
+    os.environ[name] = os.environ.pop(f"{RENAMED}{{number}}")
+try:
+    os.execvp(words[0], words)
+except OSError as error:
+    sys.stderr.write(f"{{words[0]}}: {{error.strerror}}\\n")
+    sys.exit(127)
+"""
 MAX_VALUE = 1 << 15  # bytes of a variable in a file for --env-file, of whose lines Docker reads 64 KiB
 
 
@@ -58,21 +72,25 @@ class DockerEngine:
         if not found or found[0].status != "running":
             raise UsageError(f"{worker.node} is {found[0].status if found else 'missing'}", "docker ps --all")
         env = {**secret_files.variables(spec, compose_override.SECRETS), **worker.env, "NODE_KEY": ""}
-        lines, arguments, ours = "", list[str](), dict(os.environ)
+        lines, arguments, renamed, ours = "", list[str](), list[str](), dict(os.environ)
         for name, value in env.items():
             if _fits(value):
                 lines += f"{name}={value}\n"
-            elif OF_CLI.match(name):
-                arguments.append(f"--env={name}={value}")
             else:  # a private key, for example, that no other user may see
-                arguments.append(f"--env={name}")
-                ours[name] = value
+                own = name
+                if OF_CLI.match(name):
+                    own = f"{RENAMED}{len(renamed)}"
+                    renamed.append(name)
+                arguments.append(f"--env={own}")
+                ours[own] = value
         file = tempfile.TemporaryFile()  # noqa: SIM115 (`Local` keeps it open)
         file.write(os.fsencode(lines))
         file.flush()
         words = [shutil.which("docker") or "docker", "--host", self.daemon.host, "exec", "--interactive"]
         words += [*["--tty"] * terminal, "--workdir", plan.placement.cwd(mounts.CODE)]
         words += [f"--env-file=/dev/fd/{file.fileno()}", *arguments, str(found[0].id)]
+        if renamed:
+            words += [plan.placement.python, "-I", "-c", RENAME, str(len(renamed)), *renamed]
         return Local(words, ours, files=(file,))
 
     def jobs(self) -> list[JobState]:

@@ -265,7 +265,7 @@ IN_ERRORS = [
     Symptom(
         rf"(?m)^{RANK}(?:bdb\.BdbQuit|EOFError: EOF when reading a line)",
         Reason.SCRIPT,
-        "workers cannot read from a terminal: remove breakpoint() or input()",
+        "workers have no terminal: --stdin passes input to rank 0, and orchestrate debug is at a breakpoint()",
         "EOFError: EOF when reading a line",
     ),
     Symptom(
@@ -330,7 +330,7 @@ IN_ERRORS = [
     Symptom(
         NO_CUDA,
         Reason.NO_GPUS,
-        "this job has no GPUs: use --gpus all, or train on the CPU with the gloo backend",
+        "this job has no GPUs: train on the CPU, with the gloo backend, or use --gpus all on a machine that has some",
         "RuntimeError: Found no NVIDIA driver on your system.",
         torch="Found no NVIDIA driver on your system",
     ),
