@@ -120,7 +120,7 @@ def last_state(found: Batch) -> str:
     with contextlib.suppress(OrchestrateError):  # the controller knows it for some minutes
         return slurm.facts(found.id).get("JobState", "")
     with contextlib.suppress(OrchestrateError):  # and accounting later, if the cluster has it
-        text = slurm.call("sacct", "--noheader", "--allocations", "--format=State", f"--jobs={found.id}")
+        text = slurm.call("sacct", "--noheader", "--parsable2", "--allocations", "--format=State", f"--jobs={found.id}")
         return (text.split() or [""])[0]
     return ""
 

@@ -25,10 +25,13 @@ class Machines:
         (folder / "cluster").mkdir()
         (folder / "home").mkdir()
 
-    def build(self, node: str) -> None:
+    def build(self, node: str, **arguments: str) -> None:
         """Build their image from that of a node."""
         network = os.environ.get("BUILD_NETWORK", "default")
-        command = ["docker", "build", "--network", network, "--build-arg", f"NODE={node}", "--tag", self.image]
+        given = [
+            word for name, value in {"NODE": node, **arguments}.items() for word in ("--build-arg", f"{name}={value}")
+        ]
+        command = ["docker", "build", "--network", network, *given, "--tag", self.image]
         done = subprocess.run([*command, str(self.here)], capture_output=True, text=True)
         assert done.returncode == 0, done.stderr[-2000:]
 

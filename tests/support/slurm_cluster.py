@@ -11,14 +11,16 @@ from support.waiting import eventually
 
 # The image of a node, whose Debian has the version of Slurm: see .ci/slurm for others.
 NODE = os.environ.get("ORCHESTRATE_SLURM_NODE", "orchestrate-node:0.1")
+ACCOUNTING = os.environ.get("ORCHESTRATE_SLURM_ACCOUNTING", "")  # not empty: with Slurm's database
 
 
 class Cluster(Machines):
     """Machines n1 to nN, and `slurm`."""
 
     def __init__(self, folder: Path, size: int = 3) -> None:
-        super().__init__(folder, f"orchestrate-slurm:{NODE.rpartition(':')[2]}", ROOT / "tests" / "slurm")
-        self.build(NODE)
+        version = NODE.rpartition(":")[2] + "-accounting" * bool(ACCOUNTING)
+        super().__init__(folder, f"orchestrate-slurm:{version}", ROOT / "tests" / "slurm")
+        self.build(NODE, ACCOUNTING=ACCOUNTING)
         self.start("slurm", "controller", str(size))
         self.nodes = [f"n{number + 1}" for number in range(size)]
         for node in self.nodes:

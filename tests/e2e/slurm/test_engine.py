@@ -11,6 +11,7 @@ from support.faults import complete
 from support.machines import PYTHON
 from support.optional import not_none
 from support.repo import SCRIPTS
+from support.slurm_cluster import ACCOUNTING
 from support.waiting import eventually
 from support.written import Written
 
@@ -218,6 +219,17 @@ def test_a_job_that_waits_must_say_why_and_end_when_it_is_canceled(jobs):
     code, _, err = jobs("run", "--engine", "slurm", "--set", "slurm.partition=nope", "--", "sums.py")
     assert code == 3 and "invalid partition specified: nope" in err
     assert [*jobs.folder.glob("runs/*")] == [run]
+
+
+@pytest.mark.skipif(not ACCOUNTING, reason="needs a cluster with accounting: ORCHESTRATE_SLURM_ACCOUNTING=1")
+def test_the_state_of_a_job_that_only_accounting_knows_must_be_found(jobs):
+    run = jobs.detach("--set", "slurm.begin=now+1hour", "--nodes", "1", "--", "sums.py")
+    assert "PENDING" in jobs.cluster("scontrol", "show", "job", number(run))
+    jobs.cluster("scancel", number(run))
+    eventually(lambda: not jobs.cluster("scontrol", "show", "job", number(run)), 120)
+    code = "import sys; from pathlib import Path; from orchestrate.record import batch, paths; "
+    code += "print(batch.last_state(batch.of(paths.JobPaths(Path(sys.argv[1])))))"
+    assert jobs.cluster(PYTHON, "-c", code, str(run)) == "CANCELLED\n"
 
 
 @pytest.mark.exhaustive
