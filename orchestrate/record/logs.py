@@ -154,6 +154,14 @@ class Follower:
         """How many bytes of each log have been read."""
         return {rank: read.offset for rank, read in self.read.items()}
 
+    def is_behind(self) -> bool:
+        """Whether workers have written what was not read yet."""
+        found = False
+        for rank, folder in self._each():
+            with contextlib.suppress(OSError):
+                found |= os.stat(_name(rank), dir_fd=folder).st_size > self.read[rank].offset
+        return found
+
     def _each(self) -> Iterator[tuple[int, int]]:
         """Each rank with a descriptor of the log folder; nothing if that folder does not exist."""
         with contextlib.suppress(OSError), self.paths.folder.opened(LOGS) as folder:

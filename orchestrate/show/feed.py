@@ -89,6 +89,10 @@ class Feed:
         """Describe patterns of the job file that have found nothing, at the end of a job."""
         return self.reader.problems()
 
+    def is_behind(self) -> bool:
+        """Whether workers have printed what was not searched yet: a slow reader keeps it from that."""
+        return self.follower.is_behind()
+
     @property
     def wants_use(self) -> bool:
         """Whether the activity of workers is displayed."""

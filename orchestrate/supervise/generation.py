@@ -371,14 +371,14 @@ class Generation:
     def _result(self, outcome: Outcome, why: str, cause: Cause | None = None) -> GenerationResult:
         lasted = self.clock.monotonic() - self.started
         self.saves.end()
-        step, began = self.files.step(), self.files.began
+        (step, behind), began = self.files.last_step(self.furthest, self.clock), self.files.began
         if began is not None and began <= (self.files.first or 0) < self.furthest:
             self.job.warn(
                 f"generation {self.plan.generation} began at step {began} again, although step {self.furthest} had "
                 "been reached: the script has not continued from a checkpoint"
             )
         if step or self.furthest:
-            progress = step > self.furthest
+            progress = step > self.furthest or behind
         elif self.saves.last:
             progress = self.saves.happened
         else:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from orchestrate.clock import Clock, wait_until
 from orchestrate.console import shortened
 from orchestrate.files.folder import Folder, content, gone
 from orchestrate.files.lines import Lines, last
@@ -26,6 +27,7 @@ from orchestrate.record.report import Written
 from orchestrate.supervise.printed import Printed
 
 LAST_LINES, MAX_WIDTH = 12, 2000  # lines of a failed worker that are reported, and characters of each
+CATCH_UP_TIMEOUT = 1.0  # seconds for what shows the output to read the end of it
 REMOVED_AFTER = 3.0  # seconds for which the run directory must be away to count as removed
 CONTEXT = 300  # lines of a failed worker in which its error is searched
 MAX_METRICS_READ = 8 << 20  # bytes of metrics.jsonl per call
@@ -36,9 +38,11 @@ MAX_WRITTEN = 10_000  # files of the working directory that the report lists
 class JobFiles:
     """Reads the files of a job for its supervisor, and writes the fence."""
 
-    def __init__(self, paths: JobPaths, hide: Callable[[str], str] = str) -> None:
-        """`hide` removes secrets from worker output."""
-        self.paths, self.hide = paths, hide
+    def __init__(
+        self, paths: JobPaths, hide: Callable[[str], str] = str, is_behind: Callable[[], bool] = lambda: False
+    ) -> None:
+        """`hide` removes secrets from worker output; `is_behind` is whether `heard` has not got all of it yet."""
+        self.paths, self.hide, self.is_behind = paths, hide, is_behind
         self.generation = 0  # the generation that `last_lines` reads
         self.first: int | None = None  # step of the job
         self.began: int | None = None  # the first step of this generation
@@ -90,6 +94,16 @@ class JobFiles:
                     self._step = max(self._step, step)
                     self._reached(step)
         return max(self._step, self._printed.step)
+
+    def last_step(self, furthest: int, clock: Clock) -> tuple[int, bool]:
+        """Return the step at the end of a generation, and whether there may be a later one in output that is not read.
+
+        That is waited for if the job has not come further than before.
+        """
+        if (step := self.step()) > furthest or not furthest:
+            return step, False
+        caught_up = wait_until(lambda: not self.is_behind(), CATCH_UP_TIMEOUT, clock, 0.05)
+        return self.step(), not caught_up
 
     def _reached(self, step: int) -> None:
         self.first = step if self.first is None else self.first

@@ -65,7 +65,10 @@ def supervise(
         stack.enter_context(log_file.kept(paths.orchestrate_log, hide := spec.mask()))
         log.info("orchestrate %s, Python %s, %s", __version__, platform.python_version(), " ".join(os.uname()[::2]))
         seen = _take_cluster(paths, stack) or paths.shared
-        files, notifier = JobFiles(paths, hide), Notifier(spec.on_event, plan.job_id, str(paths.root))
+        files, notifier = (
+            JobFiles(paths, hide, observer.is_behind),
+            Notifier(spec.on_event, plan.job_id, str(paths.root)),
+        )
         board = stack.enter_context(Board(paths, hide))
         observer.listeners += [files.heard, board.heard]
         with observer.following():

@@ -42,6 +42,9 @@ class Observer(Protocol):
     def message(self, text: str) -> None:
         """Show a message."""
 
+    def is_behind(self) -> bool:
+        """Whether the listeners may not have all progress yet."""
+
     def problems(self) -> list[str]:
         """Return what to warn about at the end."""
 

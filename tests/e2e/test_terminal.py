@@ -52,3 +52,23 @@ def test_signals_must_be_counted_while_a_message_is_blocked(cli, nothing_left):
             text = file.read().decode().lstrip(".")
         assert "Traceback" not in text and "stopping: workers have" in text
         assert child.wait(timeout=60) == 130
+
+
+FURTHER = """import os, pathlib, sys
+state = pathlib.Path(os.environ["JOB_DIR"], "state")
+step = int(state.read_text()) if state.exists() else 0
+for number in range(10):
+    print({"step": step + number, "loss": 0.1}, flush=True)
+    print("y" * 40000, flush=True)
+state.write_text(str(step + 10))
+sys.exit(os.environ["TORCHELASTIC_RESTART_COUNT"] != "5")
+"""
+
+
+def test_output_that_is_not_read_must_not_count_as_a_job_without_progress(cli):
+    (cli.folder / "further.py").write_text(FURTHER)
+    options = ["--engine", "process", "--nodes", "1", "--set", "warm=false", "--max-restarts", "20"]
+    with cli.start("run", *options, "further.py") as child:
+        eventually(lambda: any("outcome_decided" in path.read_text() for path in cli.folder.glob("runs/*/events.jsonl")), 120)
+        child.communicate(timeout=100)
+    assert (child.returncode, cli.report()["outcome"]) == (0, "succeeded")
