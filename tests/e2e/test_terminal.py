@@ -69,6 +69,8 @@ def test_output_that_is_not_read_must_not_count_as_a_job_without_progress(cli):
     (cli.folder / "further.py").write_text(FURTHER)
     options = ["--engine", "process", "--nodes", "1", "--set", "warm=false", "--max-restarts", "20"]
     with cli.start("run", *options, "further.py") as child:
-        eventually(lambda: any("outcome_decided" in path.read_text() for path in cli.folder.glob("runs/*/events.jsonl")), 120)
+        eventually(
+            lambda: any("outcome_decided" in path.read_text() for path in cli.folder.glob("runs/*/events.jsonl")), 120
+        )
         child.communicate(timeout=100)
     assert (child.returncode, cli.report()["outcome"]) == (0, "succeeded")

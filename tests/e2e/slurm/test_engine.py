@@ -290,7 +290,7 @@ def test_ctrl_c_must_detach_and_a_killed_supervisor_be_submitted_again_once(jobs
 def test_doctor_must_report_the_cluster_and_what_a_machine_sees(jobs):
     code, out, err = jobs("doctor", "--engine", "slurm")
     assert code == 0, out + err
-    assert re.search(r"^ok +Slurm \d+\.\d+", out, re.M) and "accounting is off" in out
+    assert re.search(r"^ok +Slurm \d+\.\d+", out, re.M) and f"accounting is {'on' if ACCOUNTING else 'off'}" in out
     assert "partition all: 3 machines, 3 free; " in out and "no GPUs; no time limit" in out
     assert re.search(r"n\d has Python 3\.\d+\.\d+ at /opt/venv/bin/python\n", out) and "sees this folder" in out
     code, out, _ = jobs("doctor", "--engine", "slurm", "--set", "slurm.partition=nope")
