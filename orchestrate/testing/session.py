@@ -24,6 +24,7 @@ from orchestrate.testing import reports
 from orchestrate.testing.world import DEFAULTS, Broken, World, inside, path_below
 
 TIMEOUT = 300.0  # seconds
+SETUP = " in pytest_runtest_setup\n"  # in the stack of a rank that runs a fixture
 MARGIN = 5.0  # seconds that are left to pytest-timeout: it would end the whole session
 # Plug-ins that do in this process what they should do once, and not on every rank.
 BLOCKED = (
@@ -155,7 +156,8 @@ class Worlds:
         head = "" if crashed else head  # the others wait for a rank that is gone
         parts = what, head, shown, reports.outcomes(ran)
         output = {rank: world.output(rank) for rank in missing}
-        phase = "call" if world.entered & {*missing} else "setup"
+        in_setup = waiting and all(SETUP in stacks.get(rank, "") for rank in waiting)
+        phase = "setup" if in_setup and not world.entered & {*missing} else "call"
         return reports.unfinished(item, "\n".join(filter(None, parts)), phase, output, head)
 
     def _not_collected(self, rank: int, error: str) -> str:
