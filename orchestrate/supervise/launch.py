@@ -65,12 +65,8 @@ def supervise(
         stack.enter_context(log_file.kept(paths.orchestrate_log, hide := spec.mask()))
         log.info("orchestrate %s, Python %s, %s", __version__, platform.python_version(), " ".join(os.uname()[::2]))
         seen = _take_cluster(paths, stack) or paths.shared
-        files, notifier = (
-            JobFiles(paths, hide, observer.is_behind),
-            Notifier(spec.on_event, plan.job_id, str(paths.root)),
-        )
-        board = stack.enter_context(Board(paths, hide))
-        observer.listeners += [files.heard, board.heard]
+        notifier = Notifier(spec.on_event, plan.job_id, str(paths.root))
+        files = _files(paths, hide, observer, stack)
         with observer.following():
 
             def save_plan(plan: Plan) -> None:
@@ -104,6 +100,14 @@ def supervise(
     if failure:
         raise failure
     return data
+
+
+def _files(paths: JobPaths, hide: Mask, observer: Observer, stack: contextlib.ExitStack) -> JobFiles:
+    """Return the files of a job, which listen to its output until `stack` exits, as does TensorBoard's board."""
+    files = JobFiles(paths, hide, observer.is_behind)
+    board = stack.enter_context(Board(paths, hide))
+    observer.listeners += [files.heard, board.heard]
+    return files
 
 
 def _heard(notifier: Notifier, observer: Observer) -> Callable[[Event], None]:
