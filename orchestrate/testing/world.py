@@ -76,6 +76,7 @@ class World:
         self.size, self._roots = plan.world_size, (f"{root}/", f"{plan.placement.job_dir}/{WORK}/")
         self._number, self._logged = 0, dict[int, int]()  # the request, and bytes in the log of each rank before it
         self.entered: set[int] = set()  # ranks whose fixtures were ready, in the last test
+        self._seen: dict[int, tuple[int, int]] = {}  # inode and time of the last result of each rank that was read
         try:
             self._store = self._ready()
         except BaseException:  # the next ranks would wait for the end of these
@@ -111,7 +112,7 @@ class World:
         return found
 
     def _results(self, deadline: float) -> dict[int, Ran]:
-        found, self.entered = dict[int, Ran](), set()
+        found, self.entered, self._seen = dict[int, Ran](), set(), {}
         delay, look, ended = SHORTEST, time.monotonic() + LOOK, False
         while True:
             left = [rank for rank in range(self.size) if rank not in found or not found[rank].done]
@@ -139,6 +140,10 @@ class World:
     def _result(self, rank: int) -> Ran | None:
         try:
             with self._folder.open(f"results/{self._number}-{rank}.json") as file:
+                status = os.fstat(file.fileno())
+                before, self._seen[rank] = self._seen.get(rank), (status.st_ino, status.st_mtime_ns)
+                if before == self._seen[rank]:  # what it has reported so far, which was read
+                    return None
                 text = file.read(MAX_RESULT)
             checks.limit_values(text, MAX_VALUES)
             return self._read(json.loads(text), self._hide)
