@@ -66,7 +66,7 @@ def _reopen(paths: JobPaths, spec: JobSpec, inventory: Inventory, placement: Pla
             run_dir.keep_changes(spec, wanted, paths)
             record(JobResumed())
             record.close()
-            paths.page.unlink(missing_ok=True)
+            records.drop(paths.page)
             records.remove(paths.report)  # from here on, the job has not ended
     except BlockingIOError:
         check(paths)

@@ -15,7 +15,8 @@ from orchestrate.record.paths import JobPaths
 
 def ask(paths: JobPaths) -> None:
     """Ask the supervisor of a job for the stacks of its workers; raises OSError."""
-    os.close(os.open(paths.stacks_asked, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600))
+    with records.pinned(paths.root) as run:
+        os.close(os.open(run / paths.stacks_asked.name, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600))
 
 
 def asked(paths: JobPaths) -> bool:

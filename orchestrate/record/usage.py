@@ -20,7 +20,8 @@ ASKED_FOR = 10.0  # seconds for which the supervisor writes after it was asked
 
 def ask(paths: JobPaths) -> None:
     """Ask the supervisor of a job to write what its workers use; raises OSError."""
-    descriptor = os.open(paths.usage_asked, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    with records.pinned(paths.root) as run:
+        descriptor = os.open(run / paths.usage_asked.name, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:
         os.utime(descriptor)
     finally:

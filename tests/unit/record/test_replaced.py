@@ -48,6 +48,8 @@ WAYS: dict[str, Callable[[JobPaths], object]] = {
     "page": lambda paths: records.put(paths.page, "<html>"),
     "usage": lambda paths: usage.write(paths, {}),
     "removed usage": usage.remove,
+    "question for usage": usage.ask,
+    "question for stacks": stacks.ask,
     "stacks": lambda paths: stacks.answer(paths, {}),
     "removed stacks": stacks.remove,
     "copied files": lambda paths: JobFiles(paths).keep_copied({}),
