@@ -140,9 +140,9 @@ class Cluster:
         """Whether its nodes have ended by themselves, and nothing will remove it: its program was killed."""
         try:
             left = self.seconds_left()
-            if left is None or left > -ABANDONED_AFTER or self.user():
+            if left is None or left > -ABANDONED_AFTER:
                 return False
-            return self.orphaned if self.private else not self.jobs()
+            return self.orphaned if self.private else not (self.user() or self.jobs())
         except (OSError, ValueError):
             return False
 
@@ -184,11 +184,16 @@ def remove_abandoned(engine: Engine, clusters: list[Cluster]) -> list[Cluster]:
     for each in clusters:
         if each.plan.engine == engine.name and each.abandoned:
             with contextlib.suppress(OrchestrateError):
-                take_down(engine, each, 0)
-                print_message(f"{each.name} removed, which a killed program had left")
+                remove_left(engine, each)
         else:
             kept.append(each)
     return kept
+
+
+def remove_left(engine: Engine, cluster: Cluster) -> None:
+    """Remove a cluster that a killed program has left, and say so; raises OrchestrateError like `take_down`."""
+    take_down(engine, cluster, 0)
+    print_message(f"{cluster.name} removed, which a killed program had left")
 
 
 def bring_up(

@@ -55,9 +55,8 @@ def _remove(left: cluster.Cluster, dry_run: bool) -> None:
     engine = choice.of_plan(left.spec, left.plan)
     if dry_run:
         removal.show(removal.resources([engine], left.name), f"folder {left.paths.root}")
-        return
-    cluster.take_down(engine, left, grace=0)
-    print_message(f"{left.name} removed, which a killed program had left")
+    else:
+        cluster.remove_left(engine, left)
 
 
 def _stop(args: argparse.Namespace) -> int:

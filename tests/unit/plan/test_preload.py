@@ -164,7 +164,7 @@ def test_a_script_that_is_a_launcher_itself_must_be_warned_about(tmp_path, capsy
     for trainers in (0, 1):
         preload(JobSpec(command=("train.py",), trainers=trainers), tmp_path)
         told = capsys.readouterr().err
-        alone = trainers == 0 and "spawn" not in warning  # a single worker meets nobody
+        alone = trainers == 0 and "spawn" not in warning  # a single worker connects to no other
         assert warning in told if warning and not alone else not told
 
 
