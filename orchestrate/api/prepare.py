@@ -20,7 +20,7 @@ from orchestrate.dataclass import dataclass, field
 from orchestrate.engines import choice
 from orchestrate.engines.base import Engine
 from orchestrate.engines.ports import port
-from orchestrate.errors import UsageError
+from orchestrate.errors import OrchestrateError, UsageError
 from orchestrate.files.folder import replacing_links
 from orchestrate.files.paths import PACKAGE, code_folder
 from orchestrate.host import claims
@@ -103,7 +103,10 @@ def hand_over(job: Prepared, bound: bool = False) -> None:
 
 
 def start_supervisor(paths: JobPaths, bound: bool = False) -> None:
-    """Start a supervisor in the background, and return once it has the job; if `bound`, it stops with this process."""
+    """Start a supervisor in the background, and return once it has the job; if `bound`, it stops with this process.
+
+    Ctrl-C stops it. Raises OrchestrateError if it has ended before.
+    """
     safe = ["-I"] if sys.flags.isolated else ["-P"] if getattr(sys.flags, "safe_path", False) else []
     command = [sys.executable, *safe, "-m", "orchestrate", "attach", paths.root.name, "--runs", str(paths.root.parent)]
     command += ["--until-eof"] * bound
@@ -116,15 +119,18 @@ def start_supervisor(paths: JobPaths, bound: bool = False) -> None:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-    if child.stdin:
-        _bound.append(child.stdin)
-    threading.Thread(target=_reap, args=(child,), daemon=True).start()
+    taken = lambda: lock.supervisor(paths) or run_dir.ended(paths)  # noqa: E731
     try:
-        while not lock.supervisor(paths) and not run_dir.ended(paths) and child.poll() is None:
-            time.sleep(0.02)
-    except BaseException:  # Ctrl-C
         if child.stdin:
-            child.stdin.close()
+            _bound.append(child.stdin)
+        threading.Thread(target=_reap, args=(child,), daemon=True).start()
+        while not taken():
+            if child.poll() is not None and not taken():
+                hint = f"see {paths.supervisor_log}; python -m orchestrate attach {paths.root.name} starts it again"
+                raise OrchestrateError(f"the supervisor of {paths.root.name} has ended at once", hint)
+            time.sleep(0.02)
+    except BaseException:  # Ctrl-C: otherwise, the job would run although its command says that it was stopped
+        child.terminate()
         raise
 
 

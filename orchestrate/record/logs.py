@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -88,6 +89,12 @@ class Follower:
         """Read these ranks from now on, each from its last position."""
         self.ranks = sorted(ranks)
         self.read |= {rank: Lines(splitter(self.hide)) for rank in self.ranks if rank not in self.read}
+
+    def copied(self) -> Follower:
+        """Return another follower, which continues where this one has read."""
+        other = copy.copy(self)
+        other.read = {rank: copy.copy(read) for rank, read in self.read.items()}
+        return other
 
     def skip(self, last: int) -> None:
         """Skip existing output, except for the last lines of each log (at most `last` bytes)."""

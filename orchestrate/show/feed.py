@@ -36,6 +36,7 @@ INTERVAL = (0.05, 0.25)  # seconds between reads of the logs, while workers writ
 MAX_READ, MIN_READ = 1 << 20, 8 << 10  # bytes of all logs, and at least of each, per read
 MAX_SHOW_SECONDS = 1.0  # seconds to show the lines of one read, before what has happened meanwhile
 LAST_LINES_TIMEOUT = 10.0  # seconds to show the remaining output at the end of a job
+MAX_SEARCH = 8 << 20  # bytes at the end of each log that are searched for progress without being shown
 RECENT = 50  # lines of other workers in which their progress is searched, of those read together
 USAGE_INTERVAL = 1.0  # seconds
 READER_TIMEOUT = 60.0  # seconds for a slow reader of our output to take the last lines
@@ -128,6 +129,8 @@ class Feed:
                 self.wake.set()
                 thread.join(READER_TIMEOUT)
                 self.stuck = thread.is_alive()
+                if self.is_behind():
+                    self._search_unread()
                 self._phase("")
             except patience.Abandoned:  # the logs have the rest
                 patience.calm()
@@ -195,20 +198,28 @@ class Feed:
         """Read the next lines of each log, and search them for progress."""
         ranks = len(self.follower.ranks)
         for block in self.follower.blocks(end, MAX_READ if ranks < 2 else max(MIN_READ, MAX_READ // ranks)):
-            self._hear(block)
+            self.screen.heard(block.rank, self._search(block))
             yield block
 
-    def _hear(self, block: Block) -> None:
+    def _search_unread(self) -> None:
+        """Search what is not shown for progress: the report needs the last of it, whoever reads our output or not."""
+        unread = self.follower.copied()
+        unread.near_end(MAX_SEARCH)
+        for block in unread.blocks(end=True):
+            self._search(block)
+
+    def _search(self, block: Block) -> list[Progress]:
+        """Return the progress in lines of a worker, and pass it to the listeners."""
         lines = block.text.split("\n")
         if block.rank > self.lowest:  # only its current progress is shown
             lines = lines[-RECENT:]
         found = [one for line in lines if (one := self._parse(block.rank, line))]
-        self.screen.heard(block.rank, found)
         if found and block.rank <= self.lowest:
             self.lowest = block.rank
             for take in self.listeners:
                 for one in found:
                     take(one)
+        return found
 
     def _parse(self, rank: int, line: str) -> Progress | None:
         return self.reader.parse(line) if rank == 0 else parse(line)

@@ -6,11 +6,14 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+from pathlib import Path
 
 import pytest
 from support.optional import not_none
 from support.repo import ROOT
 from support.scripted import ALL_WELL, KILLED
+from support.waiting import eventually
 
 from orchestrate.cli.main import main
 from orchestrate.engines import choice
@@ -150,13 +153,27 @@ def test_a_detached_job_must_be_supervised_by_a_background_process(do, engine, r
     before, engine.calls = signal.getsignal(signal.SIGINT), []
     code, out, err = do("run", "--detach", "--trainers", "2", *APP)
     (folder,) = runs.glob("app-train-*")
-    assert (code, out, engine.calls) == (0, [str(folder)], ["prepare"])
+    assert (code, out, engine.calls) == (1, [], ["prepare"])
     log = folder / "supervisor.log"
     facts = f"{ROOT} session of 0"  # not in a folder that may have another orchestrate.py
     assert log.read_text() == f"-m orchestrate attach {folder.name} --runs {runs}\n{facts}\n"
     assert log.stat().st_mode & 0o777 == 0o600
-    assert str(log) in err[-1] and err[0].startswith(f"job {folder.name}: ")
+    assert err[0].startswith(f"job {folder.name}: ")
+    hint = f"hint: see {log}; python -m orchestrate attach {folder.name} starts it again"
+    assert err[-2:] == [f"error: the supervisor of {folder.name} has ended at once", hint]
     assert signal.getsignal(signal.SIGINT) is before  # Ctrl-C ends the command, not the job
+
+
+def test_ctrl_c_must_end_a_supervisor_that_has_not_begun(do, engine, runs, tmp_path, monkeypatch):
+    python = tmp_path / "python"
+    threads = f"/proc/{os.getpid()}/task"  # one more once the command waits for its supervisor
+    waits = f"while [ $(ls {threads} | wc -l) = {threading.active_count()} ]; do :; done"
+    python.write_text(f"#!/bin/sh\necho $$ >{tmp_path}/pid\n{waits}\nkill -INT {os.getpid()}\nexec sleep 600\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    code, out, err = do("run", "--detach", "--trainers", "2", *APP)
+    assert (code, out, err[-1]) == (130, [], "stopped")
+    eventually(lambda: not Path("/proc", (tmp_path / "pid").read_text().strip()).exists())
 
 
 # --- errors

@@ -200,6 +200,21 @@ def test_a_reader_that_stops_reading_must_not_block_the_supervisor(paths, monkey
     assert (data["outcome"], data["generations"]) == ("succeeded", 2)
 
 
+@pytest.mark.parametrize("reads", [False, True], ids=["stopped", "slow"])
+def test_the_last_metrics_must_be_in_the_report_whoever_reads_the_output(paths, monkeypatch, reads):
+    monkeypatch.setattr(feed, "READER_TIMEOUT", 60.0 if reads else 0.01)
+    monkeypatch.setattr(feed, "LAST_LINES_TIMEOUT", -1.0)
+    monkeypatch.setattr(feed, "MAX_READ", 1 << 12)
+    create(paths)
+    engine, resume = Whole([ALL_WELL]), threading.Event()
+    text = "".join(f"step {step} loss: {1 / step:.9f}\n" for step in range(1, 20_000))
+    engine.start = after(engine.start, lambda: paths.log(0).write_text(text))
+    display = Display(lambda line: None, (lambda line: None) if reads else (lambda line: resume.wait(60)))
+    data = launch.supervise(paths, engine, lambda: 0, watched(paths, display))
+    resume.set()
+    assert data["final_metrics"]["loss"] == 0.000050003
+
+
 def test_an_error_in_the_output_thread_must_not_end_all_output(paths, monkeypatch):
     create(paths)
     engine, texts, calls = Whole([ALL_WELL]), Printer.texts, []
