@@ -119,19 +119,22 @@ def start_supervisor(paths: JobPaths, bound: bool = False) -> None:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-    taken = lambda: lock.supervisor(paths) or run_dir.ended(paths)  # noqa: E731
     try:
         if child.stdin:
             _bound.append(child.stdin)
         threading.Thread(target=_reap, args=(child,), daemon=True).start()
-        while not taken():
-            if child.poll() is not None and not taken():
+        while not _is_taken(paths):
+            if child.poll() is not None and not _is_taken(paths):
                 hint = f"see {paths.supervisor_log}; python -m orchestrate attach {paths.root.name} starts it again"
                 raise OrchestrateError(f"the supervisor of {paths.root.name} has ended at once", hint)
             time.sleep(0.02)
     except BaseException:  # Ctrl-C: otherwise, the job would run although its command says that it was stopped
         child.terminate()
         raise
+
+
+def _is_taken(paths: JobPaths) -> bool:
+    return bool(lock.supervisor(paths) or run_dir.ended(paths))
 
 
 def _reap(child: subprocess.Popen[bytes]) -> None:

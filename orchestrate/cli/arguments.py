@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 from typing import Any
 
+from orchestrate.cli.args import Args
 from orchestrate.cli.options import FLAGS, SWITCHES, parser
 from orchestrate.cli.parser import JOB_FILES
 from orchestrate.cli.table import COMMANDS, Command
@@ -14,7 +14,7 @@ from orchestrate.console import called, quoted
 from orchestrate.errors import UsageError
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
+def parse(argv: list[str]) -> Args:
     """Parse the command line; `script` is the job's own command, None if there is none. Raises UsageError.
 
     `separated` is whether it comes after `--`.
@@ -31,9 +31,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
         split = _command_start(argv, split, top.subparser(argv[0]).switches())
     words, rest = argv[:split], argv[split:]
     script = (rest[1:] if rest[0] == "--" else rest) if rest else None
-    found = argparse.Namespace(script=script, separated=rest[:1] == ["--"])
-    parsed: argparse.Namespace = top.parse_args(words or ["--help"], found)
-    return parsed
+    found = Args(script=script, separated=rest[:1] == ["--"])
+    top.parse_args(words or ["--help"], found)
+    for name in [name for name, value in vars(found).items() if value is None and hasattr(Args, name)]:
+        delattr(found, name)  # it has a default
+    return found
 
 
 def _command_start(argv: list[str], end: int, switches: set[str]) -> int:
@@ -55,7 +57,7 @@ def _command_start(argv: list[str], end: int, switches: set[str]) -> int:
     return end
 
 
-def flags(args: argparse.Namespace) -> dict[str, Any]:
+def flags(args: Args) -> dict[str, Any]:
     """Return the options of the command line as keys of a job file."""
     keys = {
         name: value

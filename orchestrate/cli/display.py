@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import math
@@ -12,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
 from orchestrate import console
+from orchestrate.cli.args import Args
 from orchestrate.cli.options import quiet
 from orchestrate.clock import SYSTEM, Clock
 from orchestrate.console import print_message, stream
@@ -65,7 +65,7 @@ class JsonScreen(TrackingScreen):
 
 
 @contextlib.contextmanager
-def shown(args: argparse.Namespace, plan: Plan, paths: JobPaths, keys: str = STOPS) -> Iterator[Display]:
+def shown(args: Args, plan: Plan, paths: JobPaths, keys: str = STOPS) -> Iterator[Display]:
     """Show a job during a `with` block, as the options of the command say; raises OrchestrateError.
 
     `keys` describes what Ctrl-C does.
@@ -79,7 +79,7 @@ def shown(args: argparse.Namespace, plan: Plan, paths: JobPaths, keys: str = STO
         yield Display(print_message, output, style, screen)
 
 
-def style_of(args: argparse.Namespace, plan: Plan) -> Style:
+def style_of(args: Args, plan: Plan) -> Style:
     """Return how the options say that lines are printed; raises UsageError for ranks that do not exist."""
     reserved = args.print_path or args.json
     if reserved and args.progress == "json":
@@ -98,9 +98,7 @@ def _important(message: str) -> None:
         print_message(message)
 
 
-def _screen(
-    args: argparse.Namespace, plan: Plan, paths: JobPaths, keys: str
-) -> contextlib.AbstractContextManager[Screen]:
+def _screen(args: Args, plan: Plan, paths: JobPaths, keys: str) -> contextlib.AbstractContextManager[Screen]:
     """Return the live view on a terminal, unless `--progress` says otherwise."""
     hide = run_dir.load(paths)[0].mask()
     if args.progress == "json":

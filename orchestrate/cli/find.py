@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import re
@@ -10,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from orchestrate.cli.args import Args
 from orchestrate.cli.options import LATEST, RUNS
 from orchestrate.cli.table import COMMANDS
 from orchestrate.engines import choice
@@ -60,7 +60,7 @@ def _is_job(paths: JobPaths) -> bool:
     return bool(named) and not owners.foreign(paths.root) and not paths.nodes.exists()
 
 
-def find(args: argparse.Namespace, engines: list[Engine]) -> Path:
+def find(args: Args, engines: list[Engine]) -> Path:
     """Return the run directory of the job that `args.job` is the name or unique prefix of, running or ended.
 
     A job in another folder than `args.runs` is found only by its whole name.
@@ -92,7 +92,7 @@ def find(args: argparse.Namespace, engines: list[Engine]) -> Path:
     return folder
 
 
-def _matches(args: argparse.Namespace, engines: list[Engine]) -> tuple[dict[str, Path], list[str]]:
+def _matches(args: Args, engines: list[Engine]) -> tuple[dict[str, Path], list[str]]:
     """Return the run directories of all known jobs by name, and the names of those that `args.job` can mean."""
     states = [state for engine in engines for state in engine.jobs() if not state.cluster and state.named]
     running = {state.job_id: state.paths.root for state in states}
@@ -126,14 +126,14 @@ def latest(runs: Path, shown: Path) -> str:
     raise UsageError(f"no jobs in {runs}", "name a job of another folder, or select that with --runs")
 
 
-def resolve_runs(args: argparse.Namespace) -> None:
+def resolve_runs(args: Args) -> None:
     """Resolve `--runs`, and replace a run directory or `latest` given as the job by the job's name.
 
     Raises UsageError for a folder that cannot be used: for example, a link that may have come with a project.
     """
     if COMMANDS[args.command].writes and args.runs is None and RUNS.is_symlink():
         raise UsageError(f"{RUNS} is a symbolic link", "pass the folder that it points to: --runs DIR")
-    args.shown, name = args.runs or RUNS, vars(args).get("job") or ""
+    args.shown, name = args.runs or RUNS, args.job
     if "/" in name:
         args.shown, args.job = Path(name).parent, Path(name).name
     args.runs = owners.check(args.shown)
@@ -141,11 +141,12 @@ def resolve_runs(args: argparse.Namespace) -> None:
         args.job = latest(args.runs, args.shown)
 
 
-def each(args: argparse.Namespace) -> Iterator[argparse.Namespace]:
+def each(args: Args) -> Iterator[Args]:
     """Yield the arguments for each of the jobs that a command names."""
     yield args
     for name in args.others:
-        other = argparse.Namespace(**vars(args) | {"job": name, "runs": args.shown})
+        other = args.of(name)
+        other.runs = args.shown
         resolve_runs(other)
         yield other
 
@@ -163,7 +164,7 @@ def created_at(paths: JobPaths) -> float:
         return 0.0
 
 
-def paths_of(args: argparse.Namespace) -> JobPaths:
+def paths_of(args: Args) -> JobPaths:
     """Return the files of the job that `args.job` names; ask the engines only if `--runs` does not have it."""
     paths = JobPaths(args.runs / args.job)
     if _is_job(paths) and records.find(paths.root):
@@ -171,7 +172,7 @@ def paths_of(args: argparse.Namespace) -> JobPaths:
     return JobPaths(find(args, choice.available_engines()))
 
 
-def anywhere(args: argparse.Namespace) -> tuple[JobPaths, list[Engine]]:
+def anywhere(args: Args) -> tuple[JobPaths, list[Engine]]:
     """Return a job's files and all engines that answer; raises OrchestrateError if the job's own does not."""
     engines = choice.available_engines()
     paths = JobPaths(find(args, engines))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import errno
 import os
 
 from orchestrate import console, errors
+from orchestrate.cli.args import Args
 from orchestrate.cli.arguments import parse
 from orchestrate.cli.options import module, quiet
 from orchestrate.cli.table import COMMANDS
@@ -72,17 +72,17 @@ def _command(argv: list[str], clock: Clock) -> int:
             sandbox.end()
 
 
-def _in_junit(args: argparse.Namespace) -> contextlib.AbstractContextManager[None]:
+def _in_junit(args: Args) -> contextlib.AbstractContextManager[None]:
     """Write an error of a `with` block to the file of `--junit-xml`, too, if it is given."""
-    if not getattr(args, "junit_xml", None):
+    if not args.junit_xml:
         return contextlib.nullcontext()
     from orchestrate.cli import result  # only here: it takes time to import
 
     return result.prepared(args)
 
 
-def _dispatch(args: argparse.Namespace) -> int:
-    if "quiet" in args and quiet(args):
+def _dispatch(args: Args) -> int:
+    if quiet(args):
         console.mute()
     try:
         os.getcwd()

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrate import __version__
+from orchestrate.cli.args import Args
 from orchestrate.cli.parser import Parser
 from orchestrate.cli.table import COMMANDS, USUAL
 from orchestrate.console import called, quoted
@@ -191,7 +192,7 @@ def add_stdout_options(command: argparse.ArgumentParser) -> None:
     add_ranks(command)
 
 
-def quiet(args: argparse.Namespace) -> bool:
+def quiet(args: Args) -> bool:
     """Whether only warnings and the result are printed."""
     return bool(args.quiet) or args.progress == "quiet"
 

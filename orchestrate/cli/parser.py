@@ -8,6 +8,7 @@ import shlex
 import sys
 from typing import Any, NoReturn
 
+from orchestrate.cli.args import Args
 from orchestrate.console import quoted
 from orchestrate.errors import UsageError, did_you_mean
 
@@ -87,7 +88,7 @@ class Parser(argparse.ArgumentParser):
         return parser
 
 
-def _what_to_do(unknown: list[str], parsed: argparse.Namespace, command: Parser) -> str:
+def _what_to_do(unknown: list[str], parsed: Args, command: Parser) -> str:
     """Return a hint for the first of the arguments that `command` does not know; others may be its value."""
     from orchestrate.spec.spec import FIELDS  # only here: it takes time to import
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import shlex
 
 from orchestrate.api import request
+from orchestrate.cli.args import Args
 from orchestrate.cli.arguments import flags
 from orchestrate.console import called, print_message
 from orchestrate.errors import UsageError
@@ -20,7 +20,7 @@ from orchestrate.supervise.notify import is_url
 OURS = ("--detach", "--dry-run", "--engine", "--nodes", "--nproc-per-node", "--trainers")  # that change what is run
 
 
-def spec_of(args: argparse.Namespace) -> JobSpec:
+def spec_of(args: Args) -> JobSpec:
     """Return the spec of the job that the command line describes; raises like `request.spec_of`."""
     options = read_set(args.set) | flags(args) | ({"command": args.script} if args.script is not None else {})
     of_file = read_file(args.file) if args.file else {}

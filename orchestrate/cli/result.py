@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -13,6 +12,7 @@ from typing import Any
 
 from orchestrate import errors
 from orchestrate.cli import signals
+from orchestrate.cli.args import Args
 from orchestrate.console import out, print_message, stream
 from orchestrate.errors import OrchestrateError, UsageError
 from orchestrate.files.folder import write_whole
@@ -33,11 +33,11 @@ def exit_code(data: dict[str, Any]) -> int:
     return EXIT_CODES[data["outcome"]]
 
 
-def prepare(args: argparse.Namespace) -> None:
+def prepare(args: Args) -> None:
     """Open the folder of `--junit-xml` before a job could put something else in its place; raises UsageError."""
-    if not (file := args.junit_xml) or "junit_folder" in args:
+    if not (file := args.junit_xml) or args.junit_folder is not None:
         return
-    if getattr(args, "detach", False):
+    if args.detach:
         raise UsageError("--junit-xml needs the end of the job", "use attach JOB --junit-xml FILE later")
     if os.path.lexists(file) and not stat.S_ISREG(file.lstat().st_mode):
         raise UsageError(f"--junit-xml: {file} is not a file", "choose another name")
@@ -54,7 +54,7 @@ def prepare(args: argparse.Namespace) -> None:
 
 
 @contextlib.contextmanager
-def prepared(args: argparse.Namespace) -> Iterator[None]:
+def prepared(args: Args) -> Iterator[None]:
     """Prepare `--junit-xml` for a `with` block, and write an error in it there; raises UsageError."""
     prepare(args)
     try:
@@ -68,14 +68,13 @@ def prepared(args: argparse.Namespace) -> Iterator[None]:
         raise
 
 
-def _named(args: argparse.Namespace) -> str:
+def _named(args: Args) -> str:
     """Return the name of a job, or for one that has none yet, that of its script or job file."""
-    given = vars(args)
-    script = next((word for word in given.get("script") or () if word != "-m"), None)
-    return given.get("job") or given.get("name") or Path(script or given.get("file") or "job").stem
+    script = next((word for word in args.script or () if word != "-m"), None)
+    return args.job or vars(args).get("name") or Path(script or args.file or "job").stem
 
 
-def show(args: argparse.Namespace, name: str, data: dict[str, Any]) -> int:
+def show(args: Args, name: str, data: dict[str, Any]) -> int:
     """Print the report of a job, write it as JUnit XML on request, and return the exit code; raises OSError."""
     signals.end_at_once()
     print_message(text(data))
@@ -95,7 +94,7 @@ def show(args: argparse.Namespace, name: str, data: dict[str, Any]) -> int:
     return exit_code(data)
 
 
-def detached(args: argparse.Namespace, paths: JobPaths) -> int:
+def detached(args: Args, paths: JobPaths) -> int:
     """Print the run directory of a job whose supervisor runs in the background; return the exit code."""
     run = args.shown / paths.root.name
     print_message(f"hint: python -m orchestrate attach {run.name} follows it; supervisor log: {run / 'supervisor.log'}")

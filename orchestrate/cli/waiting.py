@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 from collections.abc import Iterator
 
 from orchestrate import console, errors
+from orchestrate.cli.args import Args
 from orchestrate.clock import Clock
 from orchestrate.console import print_message
 from orchestrate.errors import EngineError
@@ -26,7 +26,7 @@ def detaching(name: str) -> Iterator[None]:
         raise SystemExit(errors.INTERRUPTED) from None
 
 
-def rounds(args: argparse.Namespace, paths: JobPaths) -> Iterator[bool]:
+def rounds(args: Args, paths: JobPaths) -> Iterator[bool]:
     """Yield once, or with `--follow` at intervals until the job has ended: whether there is another round."""
     while True:
         running = bool(args.follow) and run_dir.runs(paths)

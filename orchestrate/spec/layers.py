@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +130,7 @@ def _decoded(value: Any) -> Any:
     return [_decoded(one) for one in value] if isinstance(value, (list, tuple)) else value
 
 
-def read_set(assignments: list[str]) -> dict[str, Any]:
+def read_set(assignments: Sequence[str]) -> dict[str, Any]:
     """Parse `--set key=value …` into a layer; values are YAML."""
     layer: dict[str, Any] = {}
     for assignment in assignments:

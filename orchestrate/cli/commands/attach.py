@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from orchestrate import errors
 from orchestrate.cli import display, find, options, result, signals, waiting
+from orchestrate.cli.args import Args
 from orchestrate.cli.parser import Parser
 from orchestrate.clock import Clock, wait_until
 from orchestrate.console import clean, print_message, shortened
@@ -42,7 +43,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--until-eof", action="store_true", help=argparse.SUPPRESS)  # of stdin: of a Python program
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: Args) -> int:
     """Follow a job until it ends, supervise it if it has no supervisor, and print the report."""
     paths = find.paths_of(args)
     if args.batch and not wait_until(lambda: batch.is_own(paths), RECORDED_AFTER, args.clock, 0.1):
@@ -53,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     return until_end(args, paths)
 
 
-def until_end(args: argparse.Namespace, paths: JobPaths) -> int:
+def until_end(args: Args, paths: JobPaths) -> int:
     """Do so for the job with these files, and return its exit code."""
     spec, plan = run_dir.load(paths)
     follower = rest(paths, spec, plan)

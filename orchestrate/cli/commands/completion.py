@@ -12,6 +12,7 @@ from pathlib import Path
 
 from orchestrate import console, errors
 from orchestrate.cli import options
+from orchestrate.cli.args import Args
 from orchestrate.cli.parser import EXPORTS, Parser
 from orchestrate.cli.table import COMMANDS
 from orchestrate.errors import UsageError
@@ -64,7 +65,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--install", action="store_true", help="write the script to where the shell finds it")
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: Args) -> int:
     """Print the script of a shell, or install it; with words after `--`, print what the last of them can become."""
     if args.script is not None:
         for word in candidates(args.script):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 from orchestrate.cli import find, options
+from orchestrate.cli.args import Args
 from orchestrate.cli.commands import exec as execution
 from orchestrate.cli.parser import Parser
 from orchestrate.files.paths import PACKAGE
@@ -20,7 +20,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--rank", type=int, default=0, metavar="N", help="debug this worker (default: 0)")
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: Args) -> int:
     """Debug a worker until the debugger is left, after which the worker goes on; return 0, or 1 if it cannot be."""
     paths = find.paths_of(args)
     _, plan = run_dir.load(paths)

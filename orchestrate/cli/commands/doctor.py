@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Iterator
 
 from orchestrate import console, errors
 from orchestrate.cli import options, request, signals
+from orchestrate.cli.args import Args
 from orchestrate.cli.parser import Parser
 from orchestrate.console import out
 from orchestrate.dataclass import replace
@@ -28,7 +28,7 @@ def add_arguments(parser: Parser) -> None:
     options.add_job_options(parser)
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: Args) -> int:
     """Print problems that keep the job of a command line from running; return the exit code of the first error."""
     signals.interruptible()
     return examine(request.spec_of(args), job=not args.quick, as_json=args.json)

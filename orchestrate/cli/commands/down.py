@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 from typing import TYPE_CHECKING
 
 from orchestrate import errors
 from orchestrate.api import cluster, removal
 from orchestrate.cli import options
+from orchestrate.cli.args import Args
 from orchestrate.cli.parser import Parser
 from orchestrate.console import print_message
 from orchestrate.engines import choice
@@ -35,7 +35,7 @@ def add_arguments(parser: Parser) -> None:
     options.add_runs(parser)
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: Args) -> int:
     """Remove a cluster."""
     clusters, named = cluster.found(args.runs), args.cluster or ""
     exact = [each for each in clusters if each.name == named]
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
         engines = choice.available_engines()
         matches = [each for engine in engines for each in cluster.elsewhere(engine, args.runs) if each.name == named]
     if not matches and (lost := _lost_nodes(named)):
-        return _remove_lost(args, lost)
+        return _remove_lost(args, named, lost)
     if len(matches) != 1:
         known = ", ".join(each.name for each in matches or clusters)
         what = f"{named} matches {len(matches)} clusters" if matches else f"no such cluster: {named}"
@@ -82,7 +82,7 @@ def _is_intact(paths: JobPaths) -> bool:
     return True
 
 
-def _remove_partial(args: argparse.Namespace, paths: JobPaths) -> int:
+def _remove_partial(args: Args, paths: JobPaths) -> int:
     """Remove what is left of a cluster without nodes: `up` or `down` was killed."""
     if args.dry_run:
         return removal.show([], f"folder {paths.root}")
@@ -100,10 +100,10 @@ def _lost_nodes(name: str) -> list[tuple[Engine, str]]:
     return removal.resources(engines, name) if lost else []
 
 
-def _remove_lost(args: argparse.Namespace, resources: list[tuple[Engine, str]]) -> int:
+def _remove_lost(args: Args, name: str, resources: list[tuple[Engine, str]]) -> int:
     if args.dry_run:
         return removal.show(resources)
     for engine in {id(engine): engine for engine, _ in resources}.values():
-        engine.remove(args.cluster, grace=30)
-    print_message(f"{args.cluster} removed; its files were already gone")
+        engine.remove(name, grace=30)
+    print_message(f"{name} removed; its files were already gone")
     return errors.SUCCEEDED

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import time
 from collections.abc import Iterator
@@ -10,6 +9,7 @@ from typing import Any
 
 from orchestrate import errors
 from orchestrate.cli import find, options, waiting
+from orchestrate.cli.args import Args
 from orchestrate.cli.parser import Parser
 from orchestrate.console import out, print_message, shortened
 from orchestrate.host import records
@@ -27,7 +27,7 @@ def add_arguments(parser: Parser) -> None:
     options.add_follow(parser)
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: Args) -> int:
     """Print the events of a job, one per line; with `--follow`, until it ends."""
     paths, shown = find.paths_of(args), 0
     if not records.find(paths.root):

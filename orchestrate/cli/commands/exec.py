@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from orchestrate import console, errors
 from orchestrate.cli import find, options
+from orchestrate.cli.args import Args
 from orchestrate.cli.parser import Parser
 from orchestrate.engines import choice
 from orchestrate.engines.base import Local
@@ -32,12 +33,12 @@ def add_node(group: argparse._ActionsContainer) -> None:
     group.add_argument("--rank", type=int, metavar="N", help="run it beside this worker")
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: Args) -> int:
     """Run a command beside one worker, or one of each node; return its exit code, or the first that is not 0."""
     return beside(args, args.script or (), terminal=False)
 
 
-def beside(args: argparse.Namespace, command: Sequence[str], terminal: bool) -> int:
+def beside(args: Args, command: Sequence[str], terminal: bool) -> int:
     """Run a command beside the workers that the options select, and return its exit code."""
     if not command:
         raise UsageError("no command: it comes after --", f"{console.called()} exec JOB -- nvidia-smi")
@@ -49,7 +50,7 @@ def beside(args: argparse.Namespace, command: Sequence[str], terminal: bool) -> 
     firsts: dict[str, WorkerPlan] = {}
     for worker in plan.workers:
         firsts.setdefault(worker.node, worker)
-    workers = [*firsts.values()] if getattr(args, "all", False) else [_selected(args, plan.workers, firsts)]
+    workers = [*firsts.values()] if args.all else [_selected(args, plan.workers, firsts)]
     engine, codes = choice.of_plan(spec, plan), list[int]()
     seen = JobPaths(paths.root.parent / paths.cluster).nodes if paths.cluster else paths.shared
     for worker in workers:
@@ -60,7 +61,7 @@ def beside(args: argparse.Namespace, command: Sequence[str], terminal: bool) -> 
     return next(filter(None, codes), errors.SUCCEEDED)
 
 
-def _selected(args: argparse.Namespace, workers: Sequence[WorkerPlan], firsts: dict[str, WorkerPlan]) -> WorkerPlan:
+def _selected(args: Args, workers: Sequence[WorkerPlan], firsts: dict[str, WorkerPlan]) -> WorkerPlan:
     """Return the worker that the options select; raises UsageError."""
     if args.rank is not None and not 0 <= args.rank < len(workers):
         raise UsageError(f"there is no rank {args.rank}", f"ranks are 0 to {len(workers) - 1}")

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from orchestrate import console, errors
 from orchestrate.cli import options, request
+from orchestrate.cli.args import Args
 from orchestrate.cli.parser import EXPORTS, Parser
 from orchestrate.console import quoted
 from orchestrate.engines import choice
@@ -37,7 +38,7 @@ def add_arguments(parser: Parser) -> None:
         options.add_job_options(command)
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: Args) -> int:
     """Print a job as a file for another system."""
     forms = EXPORTS[args.target] or ("",)
     form = args.form or forms[0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import pydoc
 import shutil
@@ -10,6 +9,7 @@ import sys
 
 from orchestrate import console, errors
 from orchestrate.cli import options
+from orchestrate.cli.args import Args
 from orchestrate.cli.parser import EXPORTS, Parser
 from orchestrate.cli.table import COMMANDS
 from orchestrate.errors import UsageError, did_you_mean
@@ -30,7 +30,7 @@ def topics() -> list[str]:
     return sorted(path.stem for path in PROJECT.glob("docs/*.md"))
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: Args) -> int:
     """Print the help of a command, the description of a key, or a page."""
     if not args.topic:
         options.parser("").print_help()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import heapq
 import itertools
@@ -15,6 +14,7 @@ from typing import NamedTuple
 
 from orchestrate import console, errors
 from orchestrate.cli import display, find, options, waiting
+from orchestrate.cli.args import Args
 from orchestrate.cli.parser import Parser
 from orchestrate.console import print_message
 from orchestrate.errors import UsageError
@@ -54,7 +54,7 @@ def add_arguments(parser: Parser) -> None:
     options.add_follow(parser)
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: Args) -> int:
     """Print the output of workers: all of it, or what the options select; with `--follow`, until the job ends."""
     paths = find.paths_of(args)
     spec, plan = run_dir.load_for_display(paths)
@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _texts(
-    args: argparse.Namespace, followers: list[Follower], printer: Printer, times: Times, tail: int | None, end: bool
+    args: Args, followers: list[Follower], printer: Printer, times: Times, tail: int | None, end: bool
 ) -> Iterator[str]:
     """Yield what is to be printed of the new lines, or of the last `tail` ones of each rank."""
     by_line = args.grep or args.merge or args.timestamps or args.since is not None
@@ -110,7 +110,7 @@ def _last(stream: Iterator[Timed], lines: int, most: int) -> Iterator[Timed]:
     return iter(kept)
 
 
-def _times(args: argparse.Namespace, paths: JobPaths, ranks: int) -> Times:
+def _times(args: Args, paths: JobPaths, ranks: int) -> Times:
     """Return when lines were written, if an option asks for that; raises UsageError if it is not known."""
     options = {"--since": args.since is not None, "--merge": args.merge, "--timestamps": args.timestamps}
     if not any(options.values()):
@@ -122,7 +122,7 @@ def _times(args: argparse.Namespace, paths: JobPaths, ranks: int) -> Times:
     return times
 
 
-def _selected(follower: Follower, args: argparse.Namespace, times: Times, end: bool) -> Iterator[Timed]:
+def _selected(follower: Follower, args: Args, times: Times, end: bool) -> Iterator[Timed]:
     """Yield the lines of a rank that the options select."""
     now, searches = time.time(), True
     since = 0.0 if args.since is None else now - args.since

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
-
 from orchestrate.cli import options
+from orchestrate.cli.args import Args
 from orchestrate.cli.commands.run import show_plan
 from orchestrate.cli.parser import Parser
 
@@ -16,6 +15,6 @@ def add_arguments(parser: Parser) -> None:
     options.add_runs(parser)
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: Args) -> int:
     """Print the plan of a job, and create nothing."""
     return show_plan(args)

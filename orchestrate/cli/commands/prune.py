@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import fcntl
 import os
@@ -14,6 +13,7 @@ from pathlib import Path
 
 from orchestrate import errors
 from orchestrate.cli import options
+from orchestrate.cli.args import Args
 from orchestrate.cli.find import job_folders
 from orchestrate.cli.listing import ended_at
 from orchestrate.cli.parser import Parser
@@ -47,7 +47,7 @@ def add_arguments(parser: Parser) -> None:
     options.add_runs(parser)
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: Args) -> int:
     """Remove run directories of jobs that ended long ago, and with `--caches` the caches; print what is removed."""
     count = size = 0
     for folder, remove in [*_jobs(args), *(_caches() if args.caches else ())]:
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     return errors.SUCCEEDED
 
 
-def _jobs(args: argparse.Namespace) -> Iterator[tuple[Path, Callable[[], bool]]]:
+def _jobs(args: Args) -> Iterator[tuple[Path, Callable[[], bool]]]:
     """Yield this account's jobs that ended before the time and left no nodes."""
     before = time.time() - args.older_than
     for folder in job_folders(args.runs):

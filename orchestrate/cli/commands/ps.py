@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from typing import Any
 
 from orchestrate import console, errors
 from orchestrate.cli import listing, options
+from orchestrate.cli.args import Args
 from orchestrate.cli.listing import Listed
 from orchestrate.cli.parser import Parser
 from orchestrate.console import out
@@ -24,7 +24,7 @@ def add_arguments(parser: Parser) -> None:
     options.add_runs(parser)
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: Args) -> int:
     """List clusters and running jobs; with `--all`, also the jobs that have ended."""
     rows = [*listing.current(args.runs), *listing.queued()]
     if args.all:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
-
 from orchestrate import errors
 from orchestrate.cli import find, options
+from orchestrate.cli.args import Args
 from orchestrate.cli.parser import Parser
 from orchestrate.console import out
 from orchestrate.files.paths import PAGE
@@ -20,7 +19,7 @@ def add_arguments(parser: Parser) -> None:
     )
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: Args) -> int:
     """Write the page of a job to its run directory, or a comparison of several jobs next to it; print its path."""
     from orchestrate.pages.page import write  # only here: it takes time to import
 

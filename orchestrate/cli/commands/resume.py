@@ -7,6 +7,7 @@ from typing import NoReturn
 
 from orchestrate.api import prepare, resume
 from orchestrate.cli import display, find, options, result, signals
+from orchestrate.cli.args import Args
 from orchestrate.cli.parser import Parser
 from orchestrate.console import print_message, quoted
 from orchestrate.errors import UsageError
@@ -33,7 +34,7 @@ def _refuse(setting: str) -> NoReturn:
     )
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: Args) -> int:
     """Continue a job that was stopped, failed or was lost, and return its exit code.
 
     Its code folder is copied again, except for files that workers wrote.
@@ -42,11 +43,11 @@ def run(args: argparse.Namespace) -> int:
         return _resume(args)
 
 
-def _resume(args: argparse.Namespace) -> int:
+def _resume(args: Args) -> int:
     signals.interruptible()
     paths = find.paths_of(args)
     display.style_of(args, resume.check(paths))  # its options may be wrong
-    job = resume.resume(paths, wait=getattr(args, "queue", False))
+    job = resume.resume(paths, wait=args.queue)
     if not options.quiet(args):
         print_message(str(job.plan))
         if job.plan.engine == "process":

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 
 from orchestrate import errors
 from orchestrate.api import removal
 from orchestrate.cli import find, options
+from orchestrate.cli.args import Args
 from orchestrate.cli.parser import Parser
 from orchestrate.console import print_message
 from orchestrate.errors import UsageError
@@ -25,14 +25,14 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("others", nargs="*", default=[], type=options.job, metavar="OTHER", help="jobs to remove, too")
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: Args) -> int:
     """Remove jobs in the order given, up to the first that cannot be removed."""
     for each in find.each(args):
         _remove(each)
     return errors.SUCCEEDED
 
 
-def _remove(args: argparse.Namespace) -> None:
+def _remove(args: Args) -> None:
     """Remove a job's files and resources; for a run directory without a record, only the files."""
     paths, engines = find.anywhere(args)
     name = paths.root.name

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import sys
 import tempfile
@@ -12,6 +11,7 @@ from typing import IO
 from orchestrate import console, errors
 from orchestrate.api import prepare
 from orchestrate.cli import display, options, request, result, signals
+from orchestrate.cli.args import Args
 from orchestrate.cli.arguments import flags
 from orchestrate.cli.parser import Parser
 from orchestrate.console import out, print_message
@@ -36,7 +36,7 @@ def add_arguments(parser: Parser) -> None:
     options.add_runs(parser)
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: Args) -> int:
     """Run a job until it ends, in this process or in the background; return its exit code."""
     if args.job:
         if args.script is not None or args.file or args.set or args.dry_run or flags(args):
@@ -50,12 +50,12 @@ def run(args: argparse.Namespace) -> int:
         return _start(args)
 
 
-def show_plan(args: argparse.Namespace) -> int:
+def show_plan(args: Args) -> int:
     """Print the plan of a job without creating anything, and return the exit code."""
     spec = request.spec_of(args)
     job_plan = prepare.planned(spec, args.runs)
     _tell_of_example(args, spec)
-    as_json = getattr(args, "json", False)
+    as_json = args.json
     out(job_plan.to_json(spec.mask()) if as_json else job_plan)
     if job_plan.engine == "slurm" and not as_json:
         from orchestrate.engines.slurm.script import script  # only here: it takes time to import
@@ -64,7 +64,7 @@ def show_plan(args: argparse.Namespace) -> int:
     return errors.SUCCEEDED
 
 
-def _start(args: argparse.Namespace) -> int:
+def _start(args: Args) -> int:
     """Prepare, plan and launch a job, and return the exit code."""
     began = args.clock.monotonic()
     signals.interruptible()
@@ -98,7 +98,7 @@ def _start(args: argparse.Namespace) -> int:
     return result.show(args, job.paths.root.name, data)
 
 
-def _tell_of_example(args: argparse.Namespace, spec: JobSpec) -> None:
+def _tell_of_example(args: Args, spec: JobSpec) -> None:
     if args.script is None and not args.file and spec.command == APP and Path.cwd() != PROJECT:
         print_message(f"no script given: this is the example, {APP[1]}; yours: {args.command} SCRIPT.py")
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 
 from orchestrate import errors
+from orchestrate.cli.args import Args
 from orchestrate.cli.parser import Parser
 from orchestrate.console import out
 
@@ -18,7 +18,7 @@ def add_arguments(parser: Parser) -> None:
     )
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: Args) -> int:
     """Print the JSON Schema of job files."""
     from orchestrate.spec.schema import schema
 

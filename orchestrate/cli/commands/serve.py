@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import errno
 import hmac
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from orchestrate import errors
 from orchestrate.cli import listing, options
+from orchestrate.cli.args import Args
 from orchestrate.cli.find import created_at
 from orchestrate.cli.parser import Parser
 from orchestrate.clock import SYSTEM, Clock
@@ -307,7 +307,7 @@ def add_arguments(parser: Parser) -> None:
     options.add_runs(parser)
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: Args) -> int:
     """Serve the pages until Ctrl-C."""
     with _server(Site(args.runs, args.shown, args.clock), args.port) as server:
         out(server.address)

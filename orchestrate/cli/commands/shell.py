@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 
 from orchestrate.cli import options
+from orchestrate.cli.args import Args
 from orchestrate.cli.commands import exec as execution
 from orchestrate.cli.parser import Parser
 
@@ -19,6 +19,6 @@ def add_arguments(parser: Parser) -> None:
     execution.add_node(parser.add_mutually_exclusive_group())
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: Args) -> int:
     """Start a shell beside a worker, and return its exit code."""
     return execution.beside(args, SHELL, terminal=sys.stdin.isatty())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import textwrap
 from collections import Counter
@@ -10,6 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from orchestrate import console, errors
 from orchestrate.cli import display, find, options
+from orchestrate.cli.args import Args
 from orchestrate.cli.parser import Parser
 from orchestrate.clock import Clock
 from orchestrate.errors import OrchestrateError, UsageError
@@ -37,7 +37,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--ranks", metavar="N,N-N", help="show only these ranks")
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: Args) -> int:
     """Print where each worker is; those with equal stacks are one group, and small groups come first."""
     paths = find.paths_of(args)
     spec, plan = run_dir.load(paths)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
 
 from orchestrate import errors
 from orchestrate.api import cluster, removal, stop
 from orchestrate.cli import find, listing, options, signals
+from orchestrate.cli.args import Args
 from orchestrate.cli.parser import Parser
 from orchestrate.clock import wait_until
 from orchestrate.console import out, print_message
@@ -27,7 +27,7 @@ def add_arguments(parser: Parser) -> None:
     options.add_dry_run(parser)
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: Args) -> int:
     """Stop jobs, and verify that nothing of them is left."""
     if args.all == bool(args.job):
         raise errors.UsageError("name one job, or use --all", "python -m orchestrate ps")
@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     for row in [*listing.current(args.runs)]:
         if row.run and row.run.parent == args.runs and not JobPaths(row.run).nodes.is_dir():
             try:
-                _stop(argparse.Namespace(**vars(args) | {"job": row.name}))
+                _stop(args.of(row.name))
             except errors.OrchestrateError as error:  # the others are stopped all the same
                 if failure:
                     print_message(f"error: {failure}")
@@ -59,7 +59,7 @@ def _remove(left: cluster.Cluster, dry_run: bool) -> None:
         cluster.remove_left(engine, left)
 
 
-def _stop(args: argparse.Namespace) -> int:
+def _stop(args: Args) -> int:
     try:
         paths, engines = find.anywhere(args)
     except find.Waits as waits:
@@ -74,7 +74,7 @@ def _stop(args: argparse.Namespace) -> int:
     return errors.SUCCEEDED
 
 
-def _stop_waiting(waits: find.Waits, args: argparse.Namespace) -> int:
+def _stop_waiting(waits: find.Waits, args: Args) -> int:
     """End the process that waits in the queue for a job; raises UsageError if the kernel does not say which it is."""
     if not (pid := claims.process(waits.job)):
         waits.hint = "press Ctrl-C in its shell"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import sys
 from collections.abc import Iterator
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from orchestrate import console, errors
 from orchestrate.cli import find, options
+from orchestrate.cli.args import Args
 from orchestrate.cli.parser import Parser
 from orchestrate.clock import Clock
 from orchestrate.errors import OrchestrateError, UsageError
@@ -32,7 +32,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--once", action="store_true", help="print the table once, and exit")
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: Args) -> int:
     """Show CPU, memory and GPU use of each worker until the job ends; without a terminal, once."""
     from orchestrate.show.top import Top, full_screen  # only here: it imports rich
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
-
 from orchestrate import errors
 from orchestrate.api import cluster
 from orchestrate.cli import options, request, signals
+from orchestrate.cli.args import Args
 from orchestrate.cli.parser import Parser
 from orchestrate.console import out, print_message
 from orchestrate.engines import choice
@@ -19,7 +18,7 @@ def add_arguments(parser: Parser) -> None:
     options.add_runs(parser)
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: Args) -> int:
     """Start a cluster, and return once its nodes have imported what jobs need."""
     signals.interruptible()
     spec, runs = request.spec_of(args), args.runs

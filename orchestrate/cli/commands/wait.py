@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
-
 from orchestrate.cli import find, options, result, waiting
+from orchestrate.cli.args import Args
 from orchestrate.cli.parser import Parser
 from orchestrate.record import lock, run_dir
 
@@ -15,7 +14,7 @@ def add_arguments(parser: Parser) -> None:
     options.add_runs(parser)
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: Args) -> int:
     """Wait until a job ends, and return its exit code."""
     paths = find.paths_of(args)
     with waiting.detaching(paths.root.name):

@@ -11,9 +11,9 @@ from orchestrate.files.paths import PACKAGE
 
 LIBRARIES = ("docker", "jinja2", "obstore", "pygal", "regex", "requests", "rich", "yaml")
 OF_HELP = """
-orchestrate orchestrate.cli orchestrate.cli.arguments orchestrate.cli.main orchestrate.cli.options
-orchestrate.cli.parser orchestrate.cli.table orchestrate.clock orchestrate.console orchestrate.errors
-orchestrate.patience
+orchestrate orchestrate.cli orchestrate.cli.args orchestrate.cli.arguments orchestrate.cli.main
+orchestrate.cli.options orchestrate.cli.parser orchestrate.cli.table orchestrate.clock orchestrate.console
+orchestrate.errors orchestrate.patience
 """
 
 
