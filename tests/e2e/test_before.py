@@ -87,7 +87,9 @@ def test_a_command_that_does_not_exist_must_be_reported(prepared, nothing_left):
     run = ("run", "--engine", "process", *OPTIONS, "--max-restarts", "0", "--set", "before=no-such-program", "work.py")
     done = prepared(*run)
     assert done.returncode == 1
-    assert "did not start: No such file or directory: no-such-program" in prepared.log(0)
+    assert "did not start: No such file or directory: no-such-program" in prepared.log(
+        prepared.report()["root_cause"]["rank"]
+    )
 
 
 SLOW = textwrap.dedent("""

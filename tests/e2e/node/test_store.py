@@ -80,6 +80,7 @@ def test_a_signal_to_all_processes_must_end_only_those_that_workers_have_started
         assert agent.run(1, CLIENT + "print('connected')") == 0
         assert {*before} <= {*descendants(agent.node.pid)}
     finally:
+        agent.pipe.ask("stop", kill=True)  # otherwise, the node gives the worker time to end
         agent.end()
 
 
