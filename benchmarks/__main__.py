@@ -6,6 +6,7 @@
     python -m benchmarks --json FILE    also write the results to FILE, replacing those of the same names
     python -m benchmarks --compare A B  compare the results in two such files
     python -m benchmarks soak           training under random faults; see python -m benchmarks soak --help
+    python -m benchmarks jobs           thousands of jobs on one cluster; see python -m benchmarks jobs --help
 
 Every figure is the median of interleaved runs, with its range (lowest to highest); ratios carry over to other
 machines, times do not.
@@ -177,6 +178,10 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["jobs"]:
+        from benchmarks import many_jobs
+
+        sys.exit(many_jobs.main(sys.argv[2:]))
     if sys.argv[1:2] == ["soak"]:
         from benchmarks import soak
 
