@@ -9,7 +9,7 @@ from pathlib import Path
 from orchestrate.console import print_message
 from orchestrate.files import sandbox
 from orchestrate.plan import imports
-from orchestrate.spec.spec import JobSpec
+from orchestrate.spec.spec import APP, JobSpec
 
 TORCH = ("torch", "torch.distributed")
 DYNAMO = "torch._dynamo"  # imported by the constructors of DDP and of optimizers; takes 0.5 to 2 seconds
@@ -60,5 +60,10 @@ def _is_in(folder: Path, module: str) -> bool:
 
 
 def uses(command: tuple[str, ...], folder: Path) -> Sequence[str]:
-    """Torch, Dynamo and frameworks that a script imports, by their names; none if it takes too long to parse."""
+    """Torch, Dynamo and frameworks that a script imports, by their names; none if it takes too long to parse.
+
+    A spec without a command has that of the example, and nodes without a job are warm for any: these are not searched.
+    """
+    if command == APP:
+        return "torch", DYNAMO
     return sandbox.call(imports.uses, command, str(folder), seconds=MAX_CPU_SECONDS) or ()

@@ -184,6 +184,11 @@ def test_the_job_file_must_override_detection(tmp_path):
     assert preload(JobSpec(command=("train.py",), preload=["numpy"]), tmp_path) == ("numpy",)
 
 
+@pytest.mark.parametrize("chdir", ["", "src"])
+def test_nodes_that_no_job_has_asked_for_must_be_warm_for_any(tmp_path, chdir):
+    assert preload(JobSpec(chdir=chdir), tmp_path) == ("torch", "torch.distributed", "torch._dynamo")
+
+
 def test_modules_that_workers_import_from_a_copy_must_not_be_imported_ahead_from_the_original(tmp_path):
     (tmp_path / "own.py").touch()
     (tmp_path / "package").mkdir()
