@@ -18,6 +18,7 @@ import importlib
 import json
 import os
 import platform
+import signal
 import statistics
 import subprocess
 import sys
@@ -178,6 +179,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what a benchmark has started is removed
     if sys.argv[1:2] == ["jobs"]:
         from benchmarks import many_jobs
 
