@@ -2,9 +2,9 @@
 
     python -m benchmarks jobs --jobs 10000 [--engine docker|process]
 
-Each job is a script that only imports torch, on one node. After each tenth of them, the ended jobs are removed, and these are
-compared with the first tenth: seconds per job; memory, open files and number of the nodes' processes and of this one,
-which starts the jobs; and bytes of what is left in the folder for jobs and in that of records.
+Each job is a script that only imports torch, on one node. After each tenth of them, the ended jobs are removed, and
+these are compared with the second tenth: seconds per job; memory, open files and number of the nodes' processes and of
+this one, which starts the jobs; and bytes of what is left in the folder for jobs and in that of records.
 """
 
 import argparse
