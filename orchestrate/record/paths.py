@@ -81,6 +81,11 @@ class JobPaths:
         return self.root / LOGS
 
     @property
+    def written_metrics(self) -> Path:
+        """How many bytes of the script's metrics are in TensorBoard's events."""
+        return self.root / ".metrics"
+
+    @property
     def times(self) -> Path:
         """When the lines of the logs were read, as JSON lines: how many bytes of which log."""
         return self.root / "times.jsonl"

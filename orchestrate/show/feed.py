@@ -25,7 +25,7 @@ from orchestrate.record.logs import Block, Follower, rest
 from orchestrate.record.outcomes import Activity
 from orchestrate.record.paths import JobPaths
 from orchestrate.record.progress import Progress, Reader, parse
-from orchestrate.record.times import TimesWriter
+from orchestrate.record.times import Times, TimesWriter
 from orchestrate.show.format import Printer
 from orchestrate.show.screen import Display
 from orchestrate.spec.spec import JobSpec
@@ -136,6 +136,7 @@ class Feed:
                 patience.calm()
 
     def _follow(self) -> None:
+        self._search_gap()
         pause = INTERVAL[0]
         while not self.done.is_set():
             self.wake.wait(pause)
@@ -207,6 +208,16 @@ class Feed:
         unread.near_end(MAX_SEARCH)
         for block in unread.blocks(end=True):
             self._search(block)
+
+    def _search_gap(self) -> None:
+        """Search what workers have written after an earlier supervisor had read the rest, and before we begin."""
+        for rank, notes in Times(self.paths.times, max(self.follower.read, default=0) + 1).notes.items():
+            end, read = self.follower.read[rank].offset, notes[0][0]
+            if read < end:
+                gap = Follower(self.paths, [rank], marks=False, hide=self.follower.hide)
+                gap.read[rank].offset, gap.read[rank].cut = max(read, end - MAX_SEARCH) - 1, True
+                for block in gap.blocks(most=end - gap.read[rank].offset):
+                    self._search(block)
 
     def _search(self, block: Block) -> list[Progress]:
         """Return the progress in lines of a worker, and pass it to the listeners."""

@@ -15,6 +15,7 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any
 
+from orchestrate.files.folder import content, replacing_links
 from orchestrate.files.lines import Lines
 from orchestrate.files.paths import METRICS
 from orchestrate.record.metrics import TOTAL, measurements
@@ -40,7 +41,7 @@ class Board:
     """Writes metrics as they come."""
 
     def __init__(self, paths: JobPaths, hide: Callable[[str], str]) -> None:
-        """Continue after the metrics that an earlier supervisor has seen; `hide` removes secrets from their names."""
+        """Continue after what an earlier supervisor has written; `hide` removes secrets from the names of metrics."""
         self.paths, self.hide, self.lines = paths, hide, Lines()
         self.works = True
         self.file: EventFile | None = None
@@ -55,6 +56,9 @@ class Board:
             self.step = math.inf  # the job may repeat steps
             with contextlib.suppress(OSError), paths.folder.open(METRICS) as file:
                 self.lines.skip(file, 0)
+            with contextlib.suppress(OSError, ValueError):
+                self.lines.offset = min(self.lines.offset, max(0, int(content(paths.written_metrics))))
+        self.written = self.lines.offset  # bytes of metrics.jsonl
 
     def __enter__(self) -> Board:
         """Write in a thread from now on, which a slow disk may keep waiting."""
@@ -109,6 +113,10 @@ class Board:
                 self._write(step if type(step) is int and 0 <= step < MAX_STEP else None, values)
         if self.file:
             self.file.flush()
+            if self.lines.start != self.written:
+                self.written = self.lines.start
+                with open(self.paths.written_metrics, "w", opener=replacing_links) as file:
+                    file.write(str(self.written))
             if self.file.size > MAX_FILE:
                 raise OSError(errno.EFBIG, "too many metrics")
 

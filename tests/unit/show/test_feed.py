@@ -22,7 +22,7 @@ from orchestrate.record import run_dir
 from orchestrate.record.logs import rest
 from orchestrate.record.outcomes import WorkerExit
 from orchestrate.record.paths import JobPaths
-from orchestrate.record.times import Times
+from orchestrate.record.times import Times, TimesWriter
 from orchestrate.show import feed
 from orchestrate.show.format import Printer, Style
 from orchestrate.show.live import shown as live
@@ -213,6 +213,16 @@ def test_the_last_metrics_must_be_in_the_report_whoever_reads_the_output(paths, 
     data = launch.supervise(paths, engine, lambda: 0, watched(paths, display))
     resume.set()
     assert data["final_metrics"]["loss"] == 0.000050003
+
+
+def test_what_workers_have_written_between_two_supervisors_must_be_in_the_report(paths):
+    create(paths)
+    first = "step 1 loss: 0.9\n"
+    paths.log(0).write_text(first + "step 2 loss: 0.5 acc: 0.25\n" + f"{'-' * 99}\n" * 1000)
+    TimesWriter(paths.times).note({0: len(first)})
+    follower = rest(paths, *run_dir.load(paths))
+    data, shown = supervise(paths, Whole([ALL_WELL]), follower=follower)
+    assert data["final_metrics"] == {"acc": 0.25, "loss": 0.5} and not any("loss" in line for line in shown)
 
 
 def test_an_error_in_the_output_thread_must_not_end_all_output(paths, monkeypatch):

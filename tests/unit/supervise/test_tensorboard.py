@@ -4,6 +4,7 @@ import json
 import shutil
 import threading
 
+import pytest
 from support.tensorboard import curves
 from support.waiting import eventually
 
@@ -59,13 +60,19 @@ def test_the_last_metrics_of_a_job_must_be_written_at_its_end(paths):
     assert curves(paths.root) == {"loss": [(1, 0.5), (2, 0.25)]}
 
 
-def test_another_supervisor_must_continue(paths):
+@pytest.mark.parametrize("lost", [False, True])
+def test_another_supervisor_must_continue(paths, lost):
+    """With what was written meanwhile; if nothing says where that begins, with what comes then."""
     write(paths, {"step": 1, "loss": 0.5})
     finished(Board(paths, str))
-    board = Board(paths, str)
     write(paths, {"step": 2, "loss": 0.25})
+    if lost:
+        paths.written_metrics.write_text("-x")
+    board = Board(paths, str)
+    write(paths, {"step": 3, "loss": 0.125})
     finished(board)
-    assert sorted(curves(paths.root)["loss"]) == [(1, 0.5), (2, 0.25)]  # files of one second come in any order
+    found = [(1, 0.5), *([] if lost else [(2, 0.25)]), (3, 0.125)]
+    assert sorted(curves(paths.root)["loss"]) == found  # files of one second come in any order
 
 
 def test_the_output_must_count_only_without_metrics_of_the_script(paths):
