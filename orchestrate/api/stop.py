@@ -87,7 +87,9 @@ def _stop_unsupervised(paths: JobPaths, resources: list[tuple[Engine, str]], cou
         more = count(spec)
         feed = Feed(paths, spec, plan, Display(print_message), rest(paths, spec, plan, last=0))  # only what comes
         data = launch.supervise(paths, engine, lambda: 1 + more(), feed)
-    except OrchestrateError as error:
+    except BlockingIOError:
+        raise
+    except (OrchestrateError, OSError) as error:  # a file of it is damaged, or was replaced
         if paths.cluster:
             hint = f"python -m orchestrate down {paths.cluster} removes its nodes, and what runs on them"
             raise OrchestrateError(f"could not stop {paths.root.name}: {error}", hint) from None

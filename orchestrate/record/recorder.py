@@ -22,6 +22,7 @@ from orchestrate.node import checks
 from orchestrate.record.events import VERSION, Event, JobEnded, JobResumed, SupervisorStarted, from_line, to_line
 
 E = TypeVar("E", bound=Event)
+MAX_LINES = 16 << 20  # bytes of a record after which it takes no more lines of workers
 
 
 def objects(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
@@ -98,6 +99,7 @@ class Recorder:
         before = b""
         with contextlib.suppress(FileNotFoundError):
             before = content(path).encode()
+        self.size = len(before)  # bytes
         self.events, self._mac = read(before, key)
         self._show, self._hide, self._key, self.clock = show, hide, key, clock
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o600)
@@ -110,11 +112,14 @@ class Recorder:
         """Record an event; return it with the wall-clock time and the seconds since the job's start."""
         stamped = dataclasses.replace(event, time=round(self.clock.time(), 3), seconds=self.seconds())
         line = self._hide(to_line(stamped))
+        if self.size > MAX_LINES and isinstance(cause := line.get("cause"), dict):
+            cause["last_lines"] = []  # no record may become too large to be read
         recorded = from_line(line)
         assert isinstance(recorded, type(event))
         self.events.append(recorded)
         self._mac = _mac(self._key, self._mac, line)
         self._unwritten.append(json.dumps({**line, "mac": self._mac} if self._mac else line).encode() + b"\n")
+        self.size += len(self._unwritten[-1])
         with contextlib.suppress(OSError):  # for example, the disk is full; the lines are written with the next event
             while self._unwritten:
                 written = os.write(self._file, self._unwritten[0])

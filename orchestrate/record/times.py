@@ -16,6 +16,7 @@ from pathlib import Path
 from orchestrate.clock import SYSTEM, Clock
 from orchestrate.files.folder import regular, replacing_links
 from orchestrate.files.lines import last
+from orchestrate.host import records
 from orchestrate.record.recorder import objects
 
 # Seconds between two notes, by the size of the file: a job of many talkative workers adds at most some 10 MB a day.
@@ -43,7 +44,7 @@ class TimesWriter:
         if not grown or not interval or (self.clock.monotonic() < self.last + interval and not end):
             return
         line = json.dumps({"time": round(self.clock.time(), 2), "read": grown}).encode() + b"\n"
-        with open(self.path, "ab", opener=replacing_links) as file:
+        with records.pinned(self.path.parent) as run, open(run / self.path.name, "ab", opener=replacing_links) as file:
             file.write(line)
         self.noted |= grown
         self.size, self.last = self.size + len(line), self.clock.monotonic()

@@ -13,7 +13,7 @@ from typing import Any
 
 from orchestrate.clock import Clock, wait_until
 from orchestrate.console import shortened
-from orchestrate.files.folder import Folder, content, gone
+from orchestrate.files.folder import Folder, content, gone, grant_access
 from orchestrate.files.lines import Lines, last
 from orchestrate.files.paths import CHECKPOINTS, LOGS, METRICS, WORK
 from orchestrate.files.work import Facts, tidy
@@ -168,4 +168,5 @@ class JobFiles:
 
     def fence(self, generation: int, over: bool = False) -> None:
         """Keep workers older than `generation` from starting and saving; with `over`, also its own from starting."""
+        grant_access(str(self.paths.shared))  # which a worker may have taken away
         self._folder.write(self.paths.fence.name, f"{generation}{' over' * over}\n")

@@ -38,6 +38,7 @@ from orchestrate.supervise.tensorboard import Board
 
 log = logging.getLogger(__name__)
 LOCK_ATTEMPTS = 10  # to lock a cluster, 0.1 s apart
+RESERVED = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 RESERVE = 1 << 17  # bytes of the disk for the last events and the report, in case the job fills it
 
 
@@ -146,7 +147,8 @@ def _check_end(paths: JobPaths, plan: Plan, emit: Recorder) -> OrchestrateError 
 def _reserve(paths: JobPaths) -> Iterator[None]:
     """Take some space of the disk until the end of the job, if that is possible."""
     with contextlib.suppress(OSError, AttributeError):  # not on every system
-        file = os.open(paths.reserve, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        with records.pinned(paths.root) as run:
+            file = os.open(run / paths.reserve.name, RESERVED, 0o600)
         try:
             os.posix_fallocate(file, 0, RESERVE)
         finally:
@@ -159,7 +161,7 @@ def _reserve(paths: JobPaths) -> Iterator[None]:
 
 def _free(paths: JobPaths) -> None:
     with contextlib.suppress(OSError):
-        paths.reserve.unlink()
+        records.drop(paths.reserve)
 
 
 def _result(supervisor: Supervisor) -> tuple[JobResult, OrchestrateError | None]:

@@ -15,9 +15,10 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any
 
-from orchestrate.files.folder import content, replacing_links
+from orchestrate.files.folder import content
 from orchestrate.files.lines import Lines
 from orchestrate.files.paths import METRICS
+from orchestrate.host import records
 from orchestrate.record.metrics import TOTAL, measurements
 from orchestrate.record.paths import JobPaths
 from orchestrate.record.progress import Epochs, Progress
@@ -115,8 +116,7 @@ class Board:
             self.file.flush()
             if self.lines.start != self.written:
                 self.written = self.lines.start
-                with open(self.paths.written_metrics, "w", opener=replacing_links) as file:
-                    file.write(str(self.written))
+                records.put(self.paths.written_metrics, str(self.written))
             if self.file.size > MAX_FILE:
                 raise OSError(errno.EFBIG, "too many metrics")
 
@@ -137,7 +137,8 @@ class Board:
         if not (numbers := {name: value for name, value in numbers.items() if name in self.names}):
             return
         if not self.file:
-            self.file = EventFile(self.paths.root)
+            with records.pinned(self.paths.root) as run:
+                self.file = EventFile(run)
         if repeated:  # the job continues from a checkpoint, and repeats the steps after it
             self.file.start(self.count)
         self.file.scalars(self.count, numbers)

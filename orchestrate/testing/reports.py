@@ -105,9 +105,10 @@ def _checked(lines: int, report: Any) -> pytest.TestReport:
     assert 0 <= report.duration < float("inf")
     report.sections = [(str(name), str(text)) for name, text in report.sections]
     report.user_properties = [(str(name), value) for name, value in report.user_properties]
-    expected = hasattr(report, "wasxfail")
-    if expected:
+    if expected := hasattr(report, "wasxfail") and not report.failed:
         report.wasxfail = str(report.wasxfail)
+    elif report.failed:  # pytest does not count a failure with this attribute
+        vars(report).pop("wasxfail", None)
     if isinstance(report.longrepr, list):  # of a skipped test: file, line and reason
         file, line, reason = report.longrepr
         report.longrepr = str(file), int(line), str(reason)

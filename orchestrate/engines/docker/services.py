@@ -22,12 +22,15 @@ from orchestrate.host import records, writable
 NETWORK = "orchestrate"  # name of the job's network in the Compose file
 SHOWN_LINES, MAX_LINES = 10, 10_000  # of each service: in an error, and in a file
 SHOWN_BYTES, MAX_BYTES = 16 << 10, 4 << 20
+MAX_PIECE = 16 << 10  # bytes of what the engine takes for a line
 SETTLING = 0.5  # seconds in which an engine that is asked for containers has created another one
 SERVICE = r"[A-Za-z0-9._-]+"  # name of a service
 
 
 def _end(container: Container, lines: int, most: int) -> bytes:
     """Return the last lines of a container's output, and the last bytes of these."""
+    if container.attrs["Config"]["Tty"]:  # the SDK would read it byte by byte
+        return bytes(container.logs(tail=min(lines, most // MAX_PIECE))[-most:])
     kept: deque[bytes] = deque()
     size = 0
     for piece in container.logs(tail=lines, stream=True, follow=False):

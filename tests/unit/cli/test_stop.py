@@ -222,6 +222,15 @@ def test_a_job_whose_files_are_damaged_must_still_be_removed(do, paths, engine, 
     assert command == "rm" or not_none(records.find(paths.root)).key == ""
 
 
+@pytest.mark.parametrize("file", ["events.jsonl", "supervisor.lock"])
+def test_a_job_whose_files_were_replaced_must_still_be_stopped(do, paths, engine, file):
+    engine.things = ["container one"]
+    (paths.root / file).unlink(missing_ok=True)
+    (paths.root / file).symlink_to("/dev/null")
+    assert do("stop", "a-1")[0] == 0
+    assert (engine.calls, engine.things) == (["remove a-1"], [])
+
+
 @pytest.mark.parametrize("command", ["stop", "rm"])
 def test_a_job_whose_own_engine_does_not_answer_must_be_kept(do, paths, monkeypatch, command):
     other = Whole()

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 from support.scripted import Clock
 
-from orchestrate.record import events
+from orchestrate.record import events, recorder
 from orchestrate.record.history import History
 from orchestrate.record.outcomes import Cause, JobResult, Outcome, Use
 from orchestrate.record.recorder import Recorder, boot, objects
@@ -44,6 +44,18 @@ def test_an_event_must_be_written_kept_in_memory_and_shown_at_once(path, clock):
     emit(events.EngineBack())
     emit.close()
     assert [line["event"] for line in kept(path)] == ["hang_found", "engine_back"]
+
+
+def test_a_record_must_not_become_too_large_to_be_read(path, monkeypatch):
+    monkeypatch.setattr(recorder, "MAX_LINES", 2000)
+    cause = Cause(rank=0, node="master", exit_code=1, cause=Reason.KILLED, summary="", hint="", last_lines=["x" * 900])
+    first = Recorder(path)
+    for generation in range(3):
+        failed = {"outcome": Outcome.FAILED, "why": "it failed", "cause": cause}
+        first(events.GenerationEnded(generation=generation, **failed))
+    first.close()
+    found = [event.cause.last_lines for event in Recorder(path).events if isinstance(event, events.GenerationEnded)]
+    assert found == [["x" * 900], ["x" * 900], []]
 
 
 def test_a_second_recorder_must_continue_the_elapsed_seconds_of_the_job(path, clock):

@@ -13,9 +13,13 @@ from orchestrate.errors import EngineError
 from orchestrate.host import records
 from orchestrate.record import batch, stacks, usage
 from orchestrate.record.paths import JobPaths
+from orchestrate.record.progress import Progress
+from orchestrate.record.times import TimesWriter
 from orchestrate.supervise.job_files import JobFiles
+from orchestrate.supervise.tensorboard import Board
 
 NAMES = ["report.json", "report.html", "plan.json", "usage.json", "stacks.json", "copied.json", "stop.asked", "slurm"]
+NAMES += [".metrics", "times.jsonl"]
 
 
 @pytest.fixture
@@ -42,6 +46,12 @@ def slurm_down(paths: JobPaths) -> None:
     session.down(0)
 
 
+def written(board: Board) -> None:
+    """Write metrics."""
+    board.heard(Progress(1, metrics={"loss": 0.5}))
+    board.catch_up()
+
+
 WAYS: dict[str, Callable[[JobPaths], object]] = {
     "report": lambda paths: records.write(paths.report, "{}"),
     "removed report": lambda paths: records.remove(paths.report),
@@ -54,6 +64,8 @@ WAYS: dict[str, Callable[[JobPaths], object]] = {
     "removed stacks": stacks.remove,
     "copied files": lambda paths: JobFiles(paths).keep_copied({}),
     "number of Slurm": lambda paths: batch.keep(paths, "1"),
+    "TensorBoard": lambda paths: written(Board(paths, str)),
+    "times": lambda paths: TimesWriter(paths.times).note({0: 1}),
     "sockets": lambda paths: sockets.share(paths.sockets, "1:1"),
     "sockets of a cluster": lambda paths: sockets.tidy(paths.sockets, set()),
     "removed sockets": lambda paths: sockets.unshare(paths.sockets),

@@ -173,3 +173,10 @@ def test_the_fence_must_name_the_generation_and_whether_its_workers_may_start(fi
     assert files.paths.fence.read_text() == "3\n"
     files.fence(3, over=True)
     assert files.paths.fence.read_text() == "3 over\n"
+
+
+def test_the_fence_must_be_written_in_a_folder_that_a_worker_has_made_read_only(files):
+    files.paths.shared.chmod(0o500)
+    files.fence(3)
+    assert files.paths.fence.read_text() == "3\n"
+    assert files.paths.shared.stat().st_mode & 0o700 == 0o700  # root could write there anyway

@@ -80,6 +80,11 @@ def test_a_report_with_a_field_that_pytest_cannot_use_must_be_refused(field, val
         reports.read(GOOD | {"reports": [REPORT | {field: value}]}, loaded)
 
 
+def test_a_failure_must_not_count_as_expected():
+    (found,) = reports.read(GOOD | {"reports": [REPORT | {"wasxfail": "a reason"}]}, loaded).reports.values()
+    assert found.failed and not hasattr(found, "wasxfail")  # pytest would exit with 0
+
+
 LIES: list[dict] = [
     {"toterminal": "x", "get_sections": 5},
     {"wasxfail": {"a": 1}},

@@ -164,3 +164,14 @@ def test_of_a_service_that_prints_without_end_only_the_last_bytes_must_be_kept(j
     service(job, "db", "0123456789abcdef", "running")
     session.down(0)
     assert session.services_log.read_text() == "--- db\n6789abcdef"
+
+
+def test_of_a_service_with_a_terminal_no_more_must_be_read_than_is_kept(job, monkeypatch):
+    monkeypatch.setattr("orchestrate.engines.docker.services.MAX_BYTES", 3 << 14)
+    session = up(job)
+    path = f"GET /containers/{service(job, 'db', '', 'running')}"
+    job.answers.replies[f"{path}/json"]["Config"]["Tty"] = True
+    job.answers.replies[f"{path}/logs"] = b"x" * 60_000
+    session.down(0)
+    assert session.services_log.read_text() == "--- db\n" + "x" * (3 << 14)
+    assert job.answers.query_of(f"{path}/logs")[0]["tail"] == "3"
