@@ -62,7 +62,7 @@ def flags(args: Args) -> dict[str, Any]:
     keys = {
         name: value
         for name in ("nodes", "pip", "mounts", *FLAGS, *SWITCHES)
-        if (value := getattr(args, name)) is not None
+        if (value := vars(args).get(name)) is not None
     }
     return keys | dict([*map(_variable, args.env), *map(_data, args.data), *map(_secret, args.secret)])
 

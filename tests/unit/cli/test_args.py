@@ -6,7 +6,7 @@ import typing
 import pytest
 
 from orchestrate.cli.args import Args
-from orchestrate.cli.arguments import parse
+from orchestrate.cli.arguments import flags, parse
 from orchestrate.cli.options import FLAGS, SWITCHES
 from orchestrate.cli.table import COMMANDS
 
@@ -34,3 +34,8 @@ def test_each_argument_must_have_its_type(line):
     assert found.pop("runs", None) is None  # until it is resolved
     for name in found.keys() - keys:
         assert fits(found[name], kinds[name]), name
+
+
+def test_a_key_of_the_job_file_must_not_be_overridden_unless_its_option_is_given():
+    assert flags(parse(["run", "train.py"])) == {}
+    assert flags(parse(["run", "--queue", "--spares", "1", "train.py"])) == {"queue": "true", "spares": "1"}
