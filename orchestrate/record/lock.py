@@ -109,6 +109,17 @@ def _is_locked(paths: JobPaths) -> bool:
     return False
 
 
+def locker(paths: JobPaths) -> int:
+    """Return the process that has locked the run directory, as far as Linux says so; otherwise 0."""
+    with contextlib.suppress(OSError):
+        inode = paths.root.lstat().st_ino
+        for line in Path("/proc/locks").read_text().splitlines():
+            words = line.split()
+            if words[1] == "FLOCK" and words[5].endswith(f":{inode}"):
+                return int(words[4])
+    return 0
+
+
 @contextmanager
 def held(paths: JobPaths, supervises: bool = True) -> Iterator[None]:
     """Hold the lock of a job; raises BlockingIOError if another process holds it, OSError if it cannot be written.

@@ -168,6 +168,15 @@ def test_stop_must_not_signal_a_process_that_may_not_be_a_supervisor_and_must_re
     assert err[-2] == f"error: {paths.lock} is locked by a process that cannot be verified as its supervisor"
 
 
+def test_stop_must_name_the_process_whose_lock_was_replaced(do, paths):
+    do.clock = Meanwhile(lambda: None)
+    with supervised(paths.root) as other:
+        paths.lock.unlink()
+        paths.lock.symlink_to("/dev/null")
+        code, _, err = do("stop", "a-1")
+    assert code == 1 and err[-1].endswith(f"; or end process {other.pid}, which has locked it")
+
+
 def test_stop_must_let_another_command_remove_the_job(do, paths, engine):
     with supervised(paths.root, "rm") as other:
 
