@@ -32,6 +32,15 @@ def resume(paths: JobPaths, wait: bool = False) -> Prepared:
     Its image and GPUs are checked again; `wait` puts it into the queue for GPUs, as the key `queue` does. Makes the
     job's code folder the current one. Raises OrchestrateError.
     """
+    try:
+        return _resume(paths, wait)
+    except FileNotFoundError:
+        if paths.root.is_dir():
+            raise
+        raise UsageError(f"{paths.root.name} was removed meanwhile", "python -m orchestrate ps --all") from None
+
+
+def _resume(paths: JobPaths, wait: bool) -> Prepared:
     check(paths)
     spec, last = run_dir.load(paths)
     spec = dataclasses.replace(spec, queue=spec.queue or wait)

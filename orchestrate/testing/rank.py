@@ -27,7 +27,8 @@ SHORTEST, LONGEST = 0.001, 0.02  # seconds between two looks for the next test
 # How a process ends that does not run tests any longer, by what pytest returns.
 BROKEN = {pytest.ExitCode.INTERRUPTED: 128 + signal.SIGINT, pytest.ExitCode.INTERNAL_ERROR: 3}
 # A test can replace them while its result is written.
-open_, replace, dump, now = open, os.replace, json.dump, time.time
+open_, replace, dump, now, process, leave = open, os.replace, json.dump, time.time, os.getpid, os._exit
+PROCESS = process()
 
 
 @pytest.fixture(scope="session")
@@ -128,7 +129,9 @@ class Rank:
             os.remove(f"{HERE}/results/{self.number - 1}-{RANK}.json")
 
     def write(self, result: dict[str, Any]) -> None:
-        """Write a result, whole or so far."""
+        """Write a result, whole or so far; a forked process that returns from a test ends instead."""
+        if process() != PROCESS:
+            leave(1)
         path = f"{HERE}/results/{self.number}-{RANK}.json"
         with open_(f"{path}.new", "w") as file:
             dump({**result, "time": self.failed or now()}, file, default=str)

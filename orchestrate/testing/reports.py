@@ -25,7 +25,7 @@ MAX_TEXT = 200  # characters that are shown of another rank's error
 ADDRESS = re.compile(r" ?(?:\[[0-9a-f.:]+\]|(?:[0-9]+\.){3}[0-9]+):[0-9]+")  # of a peer, which differs among ranks
 STREAMS = ("Captured stdout", "Captured stderr")
 LOST = "lost its connection to another rank"
-UNEXPECTED = "[XPASS(strict)]"
+UNEXPECTED = "[XPASS(strict)]", "Unexpected success"
 
 
 class Warned(NamedTuple):

@@ -48,8 +48,9 @@ def first(cli):
         ),
         (["if rank: raise KeyboardInterrupt", "time.sleep(1000)"], "rank 1 on trainer-1 was killed by SIGINT"),
         (["import shutil", "shutil.rmtree(f'{os.environ[\"JOB_DIR\"]}/results')"], "exited with code 3\n"),
+        (["if rank and (child := os.fork()):", "  os.waitpid(child, 0)", "  assert 0, 'the rank'"], "rank 1: failed"),
     ],
-    ids=["exit", "peer", "order", "interrupt", "results"],
+    ids=["exit", "peer", "order", "interrupt", "results", "fork"],
 )
 def test_a_rank_that_leaves_must_end_the_test_long_before_its_timeout(first, lines, shown):
     assert shown in first(*lines)

@@ -101,6 +101,12 @@ def test_a_link_in_place_of_the_code_folder_must_not_be_followed(do, engine, fai
     assert engine.calls == []
 
 
+def test_a_job_that_is_removed_meanwhile_must_be_named(do, engine, failed):
+    engine.prepare = lambda *_: run_dir.remove(failed)
+    hint = "hint: python -m orchestrate ps --all"
+    assert do("resume")[::2] == (2, [f"error: {failed.root.name} was removed meanwhile", hint])
+
+
 def test_a_job_that_cannot_be_reopened_must_stay_ended(do, failed):
     failed.page.unlink()
     (failed.page / "folder").mkdir(parents=True)

@@ -151,6 +151,15 @@ def test_the_name_and_place_of_a_test_must_not_be_what_a_rank_says(request):
     assert {*report.keywords} == {*request.node.keywords}
 
 
+@pytest.mark.parametrize("text", ["[XPASS(strict)] a reason", "Unexpected success", "assert 0"])
+def test_one_rank_that_fails_as_expected_must_be_enough(request, text):
+    expected = REPORT | {"outcome": "skipped", "wasxfail": "a reason"}
+    found = {0: REPORT | {"longrepr": text}, 1: expected}
+    ran = {rank: reports.read(GOOD | {"reports": [one]}, loaded) for rank, one in found.items()}
+    (report,) = reports.merged(request.node, ran, {}, str)
+    assert report.failed is (text == "assert 0")
+
+
 @pytest.mark.parametrize("address", ["127.0.0.1:{}", "[127.0.0.1]:{}", "[fe80::1]:{}"])
 def test_ranks_with_the_same_error_must_be_one_group_whatever_the_addresses_of_their_peers(address):
     texts = {rank: f"RuntimeError: closed by peer {address.format(40000 + rank)}" for rank in range(3)}
