@@ -13,11 +13,16 @@ SECRETS = "/run/secrets"  # folder in nodes for secret files
 SECRETS_SPACE = "1m"
 
 
-def document(spec: JobSpec, mounts: list[dict[str, Any]], devices: dict[str, Any]) -> str:
-    """Return the Compose file; `mounts` and `devices` are added to every node, and Compose expands no variables."""
+def document(spec: JobSpec, mounts: list[dict[str, Any]], devices: dict[str, Any], user: str) -> str:
+    """Return the Compose file; `mounts` and `devices` are added to every node, and Compose expands no variables.
+
+    `user` is that of the nodes, UID:GID.
+    """
+    uid, _, gid = user.partition(":")
     node = {
         "volumes": [{key: literal(value) if key in PATHS else value for key, value in each.items()} for each in mounts],
-        "tmpfs": [f"{SECRETS}:size={SECRETS_SPACE},mode=1777,nosuid,nodev,noexec"],
+        # Not a mode for all users: runc ignores it when a container starts again.
+        "tmpfs": [f"{SECRETS}:size={SECRETS_SPACE},mode=0700,uid={uid},gid={gid},nosuid,nodev,noexec"],
         "labels": {name: literal(value) for name, value in spec.labels.items()},
         **devices,
     }

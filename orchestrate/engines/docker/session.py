@@ -365,5 +365,6 @@ class DockerSession(ClientSession):
         extra = [mounts.bind(self.sockets, SOCKETS)] if env["NODE_SOCKETS"] else []
         if (readable := program.folder(self.spec)) != PACKAGE:
             extra.append({**mounts.bind(readable, program.TARGET), "read_only": True})
-        given = compose_override.document(self.spec, [*self.mounts(), *self.given_mounts(), *extra], self.devices)
+        every, user = [*self.mounts(), *self.given_mounts(), *extra], self.env["NODE_USER"]
+        given = compose_override.document(self.spec, every, self.devices, user)
         self.daemon.compose(*command, env=env, given=given, capture=True, stopped=stopped)
