@@ -71,7 +71,7 @@ def _notice(claim: claims.Ticket, spec: JobSpec, among: tuple[str, ...]) -> None
     if not among or spec.queue:
         return
     if waiting := [each for each in claims.found() if not {*among}.isdisjoint(each.among)]:
-        print_message(f"warning: {', '.join(map(str, waiting))} would get these first; --queue waits in turn")
+        print_message(f"warning: this job passes {', '.join(map(str, waiting))} in the queue; --queue waits in turn")
 
 
 def _wait(claim: claims.Ticket, among: tuple[str, ...], count: int, held: tuple[str, ...], last: str) -> str:

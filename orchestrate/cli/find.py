@@ -70,7 +70,8 @@ def find(args: Args, engines: list[Engine]) -> Path:
     folder = runs[found[0]] if found else args.runs / args.job
     if why := owners.foreign(folder):
         raise UsageError(
-            f"{folder} is not one of your run directories: {why}", "python -m orchestrate ps lists your running jobs"
+            f"{folder} is not one of your run directories: {why}",
+            "name a job that you have started: python -m orchestrate ps --all",
         )
     if folder.parent != args.runs:
         owners.check(folder.parent)

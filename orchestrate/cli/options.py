@@ -102,7 +102,7 @@ def module(command: str) -> Any:
 def add_job_name(command: argparse.ArgumentParser, latest: bool, needed: bool = True) -> None:
     """Add the job that a command is about; `latest` is whether it is the latest job by default."""
     optional: dict[str, Any] = {"nargs": "?", "default": LATEST} if latest else {} if needed else {"nargs": "?"}
-    text = "id, unique prefix, run directory, or latest" + " (default)" * latest
+    text = "id, unique prefix, run directory, or latest, the one created last" + " (default)" * latest
     command.add_argument("job", type=job, metavar="JOB", help=text, **optional)
 
 

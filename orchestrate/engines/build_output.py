@@ -34,9 +34,9 @@ UNREACHABLE = re.compile(
 )
 HANGS = "check the packages: the program that builds one may wait"
 UNTRUSTED = "CERTIFICATE_VERIFY_FAILED"
-NO_NETWORK = "no connection: try BUILD_NETWORK=host (README, The image)"
+NO_NETWORK = "no connection: try BUILD_NETWORK=host (orchestrate help image)"
 NO_TRUST = (
-    "the server's certificate is not trusted: behind a proxy that re-signs TLS, CA_BUNDLE=FILE (README, The image)"
+    "the server's certificate is not trusted: behind a proxy that re-signs TLS, CA_BUNDLE=FILE (orchestrate help image)"
 )
 
 

@@ -29,7 +29,8 @@ def temporary() -> Path:
             _alternative.cache_clear()
         return _alternative(path)
     except OSError as error:
-        raise EngineError(f"cannot create a folder for node sockets in {TEMPORARY}: {error.strerror}") from None
+        what = f"cannot create a folder for node sockets in {TEMPORARY}: {error.strerror}"
+        raise EngineError(what, f"chmod 1777 {TEMPORARY}" if error.errno == errno.EACCES else "") from None
 
 
 def cache(kind: str) -> Path:

@@ -79,9 +79,8 @@ def test_jobs_must_wait_for_gpus_in_order_of_arrival_and_dead_ones_must_make_way
         assert cli("stop", "--dry-run", given).stdout == f"process {jobs['q2'].pid}\n"
     passes = box("q6", "--gpus", "1", "--trainers", "0")
     eventually(lambda: running(cli, "q6"))
-    assert re.search(
-        r"^warning: q2-.*, q5-\w+ would get these first; --queue waits in turn$", finish(cli, "q6", passes), re.M
-    )
+    passed = r"^warning: this job passes q2-.*, q5-\w+ in the queue; --queue waits in turn$"
+    assert re.search(passed, finish(cli, "q6", passes), re.M)
     jobs["q3"].kill()
     jobs["q3"].communicate()
     eventually(lambda: len(waiting(cli)) == 3)
@@ -162,7 +161,7 @@ def test_a_job_with_pinned_workers_must_be_able_to_wait_for_the_cores(cli, box, 
     eventually(lambda: "waits for the cores" in cli("ps").stdout)
     third = box("p3", *pinned, "--gpus", "none")
     eventually(lambda: running(cli, "p3"))  # at once, next to the first one
-    assert re.search(r"warning: p2-\w+ would get these first", finish(cli, "p3", third))
+    assert re.search(r"warning: this job passes p2-\w+ in the queue", finish(cli, "p3", third))
     finish(cli, "p1", first)
     eventually(lambda: running(cli, "p2"))
     assert re.search(r"p2-\w+ waits for the cores, in use by p1-\w+\n", finish(cli, "p2", second))

@@ -85,7 +85,7 @@ def until_end(args: Args, paths: JobPaths) -> int:
             continue
         stores.check(spec)  # before this process is responsible for the job
         if not options.quiet(args):
-            print_message(f"supervising {paths.root.name}")
+            print_message(f"supervising {paths.root.name}, which has no supervisor: Ctrl-C stops it")
         engine = choice.of_plan(spec, plan)
         stops, evicted = _requests(signals.count(spec), submitted, engine)
         if args.until_eof:

@@ -202,8 +202,9 @@ class Daemon:
                     encoding="utf-8",
                     errors="replace",
                 )
-            except FileNotFoundError:
-                raise ResourceError("no docker command on PATH", "install it, with its Compose plugin") from None
+            except (FileNotFoundError, PermissionError) as error:
+                what = "no docker command on PATH" if isinstance(error, FileNotFoundError) else "cannot run docker"
+                raise ResourceError(what, "install it, with its Compose plugin") from None
         start = time.monotonic()
         with process:
             left = COMPOSE_STOP_TIMEOUT if patience is None else patience

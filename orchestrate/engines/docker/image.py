@@ -142,7 +142,7 @@ def _build(daemon: Daemon) -> None:
     except EngineLost:
         raise
     except EngineError as error:
-        hint = error.hint or "BASE_IMAGE selects the base image; see README, The image"
+        hint = error.hint or "BASE_IMAGE selects the base image: python -m orchestrate help image"
         raise ResourceError(f"could not build the image {IMAGE}: {error}", hint) from None
 
 

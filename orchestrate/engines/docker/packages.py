@@ -1,7 +1,7 @@
 """Images that are built for a job: from the user's Dockerfile, and with the packages of `pip` and `requirements`.
 
 Compose builds them. An image with packages is named after a hash of its base image and its list of packages, so it is
-built once; remove these images with `docker image prune --all --filter label=orchestrate.packages`.
+built once; remove these images with `docker image prune --all --filter label=orchestrate.packages=$(id -u)`.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def _dockerfile(image: str, python: str, user: str, secrets: list[str]) -> str:
 def _compose(daemon: Daemon, image: str, build: dict[str, Any], secrets: dict[str, Any]) -> None:
     ca = {"ca": {"file": os.environ.get("CA_BUNDLE") or os.devnull}}
     build |= {"network": os.environ.get("BUILD_NETWORK") or "default", "secrets": ["ca", *secrets]}
-    build["labels"] = {LABEL: ""}
+    build["labels"] = {LABEL: str(os.geteuid())}  # to find those of an account
     file = {"services": {"node": {"image": image, "build": build}}, "secrets": ca | secrets}
     try:
         daemon.compose("--file", "-", "build", given=literal(yaml.safe_dump(file)))

@@ -283,7 +283,8 @@ def test_attach_must_supervise_a_job_that_has_no_supervisor(do, paths, engine):
     paths.log(0).write_text("".join(f"line {number}\n" for number in range(1000)))
     code, out, err = do("attach", "a-1")
     assert code == 0 and out[-1] == "[0] line 999" and len(out) < 1000  # from the last lines
-    assert err[0] == "supervising a-1" and err[-2].startswith("succeeded: 3 workers")
+    assert err[0] == "supervising a-1, which has no supervisor: Ctrl-C stops it"
+    assert err[-2].startswith("succeeded: 3 workers")
     assert engine.calls == ["up", "start", "down"]
 
 

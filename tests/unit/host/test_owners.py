@@ -71,7 +71,7 @@ def test_no_command_must_act_on_a_run_directory_that_is_not_ours(
         assert (code, out) == (2, [])
         assert err == [
             f"error: {paths.root} is not one of your run directories: {FORGED[forge]}",
-            "hint: python -m orchestrate ps lists your running jobs",
+            "hint: name a job that you have started: python -m orchestrate ps --all",
         ]
         assert other.poll() is None and do.engine.calls == []
     assert {*before, "supervisor.lock"} == {*os.listdir(paths.root)}

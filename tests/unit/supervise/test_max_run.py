@@ -1,4 +1,4 @@
-"""A job must end at its time limit, whatever it waits for; on a scripted engine."""
+"""A job must end at its time limit, or if its record is full, whatever it waits for; on a scripted engine."""
 
 import errno
 
@@ -9,6 +9,7 @@ from support.scripted import KILLED
 from orchestrate.errors import EngineError
 from orchestrate.record.outcomes import JobResult, Outcome
 from orchestrate.spec.spec import JobSpec
+from orchestrate.supervise import supervisor
 from orchestrate.supervise.context import STOPPING_TIMEOUT
 from orchestrate.supervise.stores import NoCopies
 
@@ -78,3 +79,8 @@ def test_a_full_disk_must_not_keep_a_job(job):
     engine.gather = gather
     assert job.run(engine, SPEC) == STOPPED
     assert 30 < job.clock.now - began < 30 + STOPPING_TIMEOUT + 2 * 8
+
+
+def test_a_job_whose_record_is_full_must_end(job, monkeypatch):
+    monkeypatch.setattr(supervisor, "MAX_RECORD", 100)
+    assert job.run(RecordingEngine([KILLED])) == JobResult(Outcome.FAILED, "its record is full")

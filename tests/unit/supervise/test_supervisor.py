@@ -15,7 +15,6 @@ from orchestrate.record.outcomes import JobResult, Outcome, WorkerExit
 from orchestrate.record.progress import Progress
 from orchestrate.record.report import line
 from orchestrate.spec.spec import JobSpec
-from orchestrate.supervise import supervisor
 from orchestrate.supervise.policy import NOT_SAVED
 
 
@@ -56,11 +55,6 @@ def test_a_job_that_fails_too_often_must_end_with_the_last_cause(job):
     assert outcome == JobResult(Outcome.FAILED, "max_restarts is 1")
     assert job.causes() == [(1, "killed")] * 2
     assert engine.calls[-1] == "down"
-
-
-def test_a_job_whose_record_is_full_must_end(job, monkeypatch):
-    monkeypatch.setattr(supervisor, "MAX_RECORD", 100)
-    assert job.run(RecordingEngine([KILLED])) == JobResult(Outcome.FAILED, "its record is full")
 
 
 def test_metrics_must_count_as_progress(job):

@@ -1,6 +1,7 @@
 """An image that is built for a job."""
 
 import contextlib
+import os
 import re
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -46,7 +47,7 @@ def test_packages_must_be_installed_by_root_in_an_image_that_keeps_its_user(job,
     node = given(job)["services"]["node"]
     build = node["build"]
     assert (node["image"], build["network"]) == (packages.with_packages(daemon, spec), "host")
-    assert (build["secrets"], build["labels"]) == (["ca", *secrets], {"orchestrate.packages": ""})
+    assert (build["secrets"], build["labels"]) == (["ca", *secrets], {"orchestrate.packages": str(os.geteuid())})
     image, root, run, user = build["dockerfile_inline"].splitlines()
     assert (image, root, user) == ("FROM mine:1", "USER 0:0", "USER 7:8")
     assert all(f"--mount=type=secret,id={name},required=false " in run for name in build["secrets"])
