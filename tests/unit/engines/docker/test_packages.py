@@ -68,7 +68,7 @@ def test_a_dockerfile_must_be_built_in_its_folder_however_its_path_is_written(jo
     spec = JobSpec(dockerfile=path)
     packages.build(job.engine().daemon, spec)
     build = {"context": str(job.folder / "image"), "dockerfile": file, "network": "default", "secrets": ["ca"]}
-    build["labels"] = {"orchestrate.packages": ""}
+    build["labels"] = {"orchestrate.packages": str(os.geteuid())}
     assert given(job)["services"] == {"node": {"image": packages.base(spec), "build": build}}
     assert given(job)["secrets"] == {"ca": {"file": "/dev/null"}}
     assert packages.base(JobSpec(dockerfile=str(job.folder / path))) == packages.base(spec)
