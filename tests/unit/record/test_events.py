@@ -51,10 +51,9 @@ def test_a_record_must_not_become_too_large_to_be_read(path, monkeypatch):
     cause = Cause(rank=0, node="master", exit_code=1, cause=Reason.KILLED, summary="", hint="", last_lines=["x" * 900])
     first = Recorder(path)
     for generation in range(3):
-        failed = {"outcome": Outcome.FAILED, "why": "it failed", "cause": cause}
-        first(events.GenerationEnded(generation=generation, **failed))
+        first(events.GenerationEnded(generation=generation, outcome=Outcome.FAILED, why="it failed", cause=cause))
     first.close()
-    found = [event.cause.last_lines for event in Recorder(path).events if isinstance(event, events.GenerationEnded)]
+    found = [ended.cause.last_lines for ended in History(Recorder(path).events).ended if ended.cause]
     assert found == [["x" * 900], ["x" * 900], []]
 
 

@@ -209,7 +209,7 @@ def test_the_last_metrics_must_be_in_the_report_whoever_reads_the_output(paths, 
     engine, resume = Whole([ALL_WELL]), threading.Event()
     text = "".join(f"step {step} loss: {1 / step:.9f}\n" for step in range(1, 20_000))
     engine.start = after(engine.start, lambda: paths.log(0).write_text(text))
-    display = Display(lambda line: None, (lambda line: None) if reads else (lambda line: resume.wait(60)))
+    display = Display(lambda line: None, lambda line: None if reads else (resume.wait(60), None)[1])
     data = launch.supervise(paths, engine, lambda: 0, watched(paths, display))
     resume.set()
     assert data["final_metrics"]["loss"] == 0.000050003
