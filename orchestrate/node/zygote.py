@@ -115,8 +115,8 @@ def settle() -> str:
 def used_cuda() -> bool:
     """Whether CUDA was used before the fork, by torch or by any other library; runs in a forked child.
 
-    torch records calls such as cudaGetDeviceCount, after which a forked process cannot initialize CUDA; without a GPU
-    that is harmless. Other libraries have opened the device for unified memory, as NVML does, too.
+    torch records calls after which a forked process cannot initialize CUDA, which is harmless without a GPU. Other
+    libraries have opened the device for unified memory, as NVML does, too.
     """
     torch = sys.modules.get("torch")
     with contextlib.suppress(AttributeError):
@@ -170,6 +170,8 @@ def become(command: list[str], env: dict[str, str], cwd: str, node: int, descrip
     for file in stacks:
         with contextlib.suppress(OSError):  # fewer descriptors are allowed
             faulthandler.register(SHOW_STACK, fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, FAR), all_threads=False)
+    old = signal.signal  # Lightning restores all handlers, and would remove one that `signal` does not know
+    signal.signal = functools.wraps(old)(lambda n, to: n == SHOW_STACK or old(n, to))  # type: ignore[assignment]
     for descriptor in descriptors:
         os.close(descriptor)
     os.chdir(cwd)
@@ -349,8 +351,7 @@ def fork(control: socket.socket, node: int) -> int:
     Raises ValueError if it has not read the message.
     """
     reader, writer = os.pipe()
-    between = os.fork()
-    if not between:
+    if not (between := os.fork()):
         if child := os.fork():
             os.write(writer, b"%d" % child)
             os._exit(0)
@@ -371,8 +372,7 @@ def fork(control: socket.socket, node: int) -> int:
 def main() -> None:
     """Import, then fork workers until the node ends."""
     with open(os.devnull, "wb") as null:  # stdout and stderr were pipes when Python started, as a worker's are
-        os.dup2(null.fileno(), 1)
-        os.dup2(null.fileno(), 2)
+        _ = os.dup2(null.fileno(), 1), os.dup2(null.fileno(), 2)
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     libc.prctl(PR_SET_DUMPABLE, 0)  # workers run as the same user, and must not write to the memory of the zygote
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -78,6 +78,9 @@ class Rank:
             item = items.get(asked["item"])
             self.reports, self.warnings, self.failed, following = [], [], 0.0, items.get(asked["next"])
             os.environ |= {"MASTER_PORT": str(asked["port"]), "TORCHELASTIC_USE_AGENT_STORE": str(asked["hosted"])}
+            if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # a test may have reset it, as Lightning does
+                faulthandler.unregister(signal.SIGTERM)
+                faulthandler.register(signal.SIGTERM, stacks, chain=True)
             if item:
                 with contextlib.suppress(OSError):
                     os.write(1, f"== {item.nodeid}\n".encode(errors="replace"))  # in the log

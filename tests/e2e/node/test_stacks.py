@@ -71,6 +71,17 @@ def test_a_stack_must_not_get_into_files_of_a_script_that_has_closed_all_descrip
     assert warm.code(0) == 0 and (warm.folder / "theirs").read_bytes() == b""
 
 
+def test_a_script_that_restores_all_signal_handlers_must_still_show_its_stack(warm):
+    known = (
+        "{n: to for n in signal.valid_signals() - {9, 19} if (to := signal.getsignal(n)) is not None}"  # as Lightning
+    )
+    warm.start(0, f"import signal\nfor n, to in {known}.items(): signal.signal(n, to)\n{STANDS}deep(1)\n")
+    pid(warm)
+    assert "in deep" in stack(warm, 0)[0]
+    (warm.folder / "on").touch()
+    assert warm.code(0) == 0
+
+
 def test_a_worker_that_cannot_show_its_stack_must_not_be_signaled(warm):
     warm.start(0, REPLACED)
     process = pid(warm)
