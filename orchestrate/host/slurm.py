@@ -90,9 +90,19 @@ def facts(job: str) -> dict[str, str]:
     return {name: value for name, _, value in (word.partition("=") for word in reversed(text.split()))}
 
 
+def _machine(host: str) -> dict[str, str]:
+    return dict(word.partition("=")[::2] for word in call("scontrol", "show", "node", "-o", host).split())
+
+
+def has_lost_its_first_machine(job: str) -> bool:
+    """Whether the machine with the batch script of a job is down; raises EngineError."""
+    host = facts(job).get("BatchHost", "")
+    return bool(host) and "DOWN" in _machine(host).get("State", "")
+
+
 def answers(host: str) -> bool:
     """Whether the machine of this name accepts connections of Slurm; raises EngineError."""
-    known = dict(word.partition("=")[::2] for word in call("scontrol", "show", "node", "-o", host).split())
+    known = _machine(host)
     try:
         socket.create_connection(
             (known.get("NodeAddr") or host, int(known.get("Port") or PORT)), CONNECT_TIMEOUT

@@ -3,6 +3,8 @@
 A relay on the orchestrator's machine answers datagrams, and outlives the orchestrator. A node asks it every
 second, and ends its workers after `LEASE_TIMEOUT` seconds without an answer; the orchestrator starts the next
 generation elsewhere only after that. So the two halves of a partitioned network never train at the same time.
+
+If that machine is the first one of a job of Slurm and is down, only its nodes can put the job back into the queue.
 """
 
 from __future__ import annotations
@@ -11,12 +13,15 @@ import contextlib
 import hmac
 import os
 import socket
+import subprocess
+import threading
 from collections.abc import Callable
 
 from orchestrate.node.loop import Loop
 from orchestrate.node.protocol import LEASE_TIMEOUT, RENEW_INTERVAL
 
 QUESTION = 16  # bytes
+ABANDONED_AFTER = 60.0  # seconds without an answer after which a node of Slurm asks whether the machine is down
 
 
 def answer(key: bytes, question: bytes) -> bytes:
@@ -35,13 +40,29 @@ def relay(key: bytes, port: int) -> None:
                     sock.sendto(answer(key, question), address)
 
 
+def give_back(job: str) -> None:
+    """Put a job of Slurm back into the queue if its first machine is down, or cancel it if that is disabled."""
+
+    def said(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(words, capture_output=True, text=True, timeout=ABANDONED_AFTER)
+
+    def shown(kind: str, name: str, key: str) -> str:
+        words = said("scontrol", "show", kind, "--oneliner", name).stdout.split()
+        return next((word.partition("=")[2] for word in words if word.startswith(f"{key}=")), "")
+
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        host = shown("job", job, "BatchHost")
+        if host and "DOWN" in shown("node", host, "State") and "disabled" in said("scontrol", "requeue", job).stderr:
+            said("scancel", job)
+
+
 class Lease:
     """The node's side of a lease."""
 
     def __init__(self, loop: Loop, key: bytes, address: tuple[str, int], over: Callable[[], None]) -> None:
         """Ask the relay at `address` from now on; call `over` whenever the lease has expired."""
         self.loop, self.key, self.address, self.over = loop, key, address, over
-        self.answered = loop.time()
+        self.answered, self.patience = loop.time(), ABANDONED_AFTER
         self.question = b""
         self.sock = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         self.sock.setblocking(False)
@@ -63,6 +84,9 @@ class Lease:
             return
         if not self.held:
             self.over()
+            if (job := os.environ.get("SLURM_JOB_ID")) and self.loop.time() - self.answered > self.patience:
+                self.patience += ABANDONED_AFTER
+                threading.Thread(target=give_back, args=(job,), daemon=True).start()
         self.question = os.urandom(QUESTION)
         with contextlib.suppress(OSError):  # for example, no route
             self.sock.sendto(self.question, self.address)
@@ -71,4 +95,4 @@ class Lease:
     def _read(self) -> None:
         with contextlib.suppress(OSError):
             if hmac.compare_digest(self.sock.recv(64), answer(self.key, self.question)):
-                self.answered = self.loop.time()
+                self.answered, self.patience = self.loop.time(), ABANDONED_AFTER

@@ -45,7 +45,8 @@ class Batch:
         if not state.name:
             return False
         records.put(self.paths.stop_asked, "")
-        how = ["--batch", "--signal=TERM"] if state.name == "RUNNING" else []
+        supervised = state.name == "RUNNING" and not slurm.has_lost_its_first_machine(self.id)
+        how = ["--batch", "--signal=TERM"] if supervised else []
         for left in reversed(range(ATTEMPTS)):
             try:
                 slurm.call("scancel", *how, self.id)

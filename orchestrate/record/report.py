@@ -12,7 +12,7 @@ from typing import Any
 from orchestrate.dataclass import dataclass
 from orchestrate.plan.plan import Plan, pluralize
 from orchestrate.record import events
-from orchestrate.record.metrics import NAMES, PACE, is_number, plain, strict
+from orchestrate.record.metrics import NAMES, PACE, TOTAL, is_number, plain, strict
 from orchestrate.record.outcomes import JOB_OUTCOMES, Cause, GenerationResult, JobResult, Outcome
 
 LONG = 5.0  # seconds of preparation that are worth a word
@@ -121,6 +121,9 @@ def text(data: dict[str, Any]) -> str:
         lines[0] += f" ({data['reason']})"
     elif data["generations"] > 1:
         lines[0] += f", {data['generations']} generations"
+    step, total = (data.get("final_metrics", {}).get(name) for name in ("step", TOTAL))
+    if data["outcome"] == Outcome.SUCCEEDED and is_number(step) and is_number(total) and step < total:
+        lines[0] += f", at step {step} of {total}"  # on a signal that we have not sent, for example
     root = data["root_cause"]
     for failure in data["failures"][: -1 if root else None]:
         step = f", at step {failure['step']}" if failure["step"] else ""

@@ -180,8 +180,8 @@ class View:
                 for rank in self.ranks.values():
                     rank.state = "stopping" if rank.state == "running" else rank.state
             case events.WorkerEnded() if event.rank in self.ranks:
-                failed = "stopped" if event.stopping else "failed"
-                self.ranks[event.rank].state = failed if event.exit_code else "succeeded"
+                ended = "failed" if event.exit_code else "succeeded"
+                self.ranks[event.rank].state = "stopped" if event.stopping else ended
 
     def hear(self, number: int, found: Sequence[Progress], now: float) -> None:
         """Record the progress in lines that a worker has written."""

@@ -95,11 +95,9 @@ class Generation:
         if self.stopping:
             self.stopping.sent = None
             self.stopping.extend(self.clock.monotonic())
-        unknown = self.job.session.adopt(self.plan) & self.running
-        if unknown:  # not known to their nodes, which are up
-            for rank in unknown:
-                self.known[rank] = Reason.ENGINE_LOST if self.engine_lost else Reason.INTERRUPTED
-                self._ended(WorkerExit(rank, LOST_EXIT_CODE))
+        for rank in self.job.session.adopt(self.plan) & self.running:  # not known to their nodes, which are up
+            self.known[rank] = Reason.ENGINE_LOST if self.engine_lost else Reason.INTERRUPTED
+            self._ended(WorkerExit(rank, LOST_EXIT_CODE))
 
     # --- following it
 
@@ -135,14 +133,15 @@ class Generation:
                 ranks, grace = report.name_ranks(sorted(self.stopping.killed)), self.spec.grace
                 self.job.warn(f"{ranks} did not end after SIGTERM: killed after the grace period of {grace:g} s")
             return self._result(Outcome.STOPPED, self.why)
-        if self.why == BY_SCHEDULER:
-            return self._result(Outcome.REQUEUED, self.why)
         if self.why == RESCALED and not any(end.exit_code and not end.stopping for end in self.ends):
             return self._result(Outcome.RESCALED, self.why)
         if self.why == REMOVED:
             return self._result(Outcome.FAILED, self.why)
-        if self.why or self.hung:
-            return self._result(Outcome.FAILED, FAILED, self._cause())
+        cause = self._cause() if self.why != BY_SCHEDULER and (self.why or self.hung) else None
+        if self.job.evicted() and (not cause or cause.cause == Reason.TERMINATED):  # workers may end well, but early
+            return self._result(Outcome.REQUEUED, BY_SCHEDULER)
+        if cause:
+            return self._result(Outcome.FAILED, FAILED, cause)
         if self.spec.require_communication and (why := self.world.missing()):
             return self._result(Outcome.FAILED, why)
         return self._result(Outcome.SUCCEEDED, "finished")

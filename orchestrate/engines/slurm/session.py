@@ -75,6 +75,7 @@ class SlurmSession(ClientSession):
         self.silent: dict[str, float] = {}  # host of a node that stopped answering: time when its lease has expired
         self.lost: set[str] = set()  # nodes that were lost with their hosts
         self.doubtful: set[str] = set()  # hosts on which a node has ended, or did not start
+        self.leaves = False  # whether Slurm ends the allocation
         self.relay = 0  # port at which this process renews leases
 
     def up(self, plan: Plan, stopped: Callable[[], bool] = never) -> None:
@@ -155,6 +156,9 @@ class SlurmSession(ClientSession):
     def wait(self, timeout: float) -> Observed:
         """Wait for exits of workers, and ask their nodes at intervals whether they are there."""
         exits, now = self.clients.wait(timeout), self.clock.monotonic()
+        if exits and not self.clients.running and self._is_leaving():  # of which workers were told, too
+            self.leaves = True
+            self.evict()
         for node in [node for node, since in self.asked.items() if now - since > LOST_AFTER]:
             self._abandon(node)
         if self.clients.running and now - self.last_asked > ASK_INTERVAL:
@@ -186,8 +190,7 @@ class SlurmSession(ClientSession):
         """Return the cause: the node or its machine was lost, or the kernel killed a process for lack of memory."""
         if why := self.clients.out_of_memory(end):
             return why
-        if end.code == TERMINATED_EXIT_CODE and self._is_leaving():  # its signal reaches nodes and workers, too
-            self.evict()
+        if end.code == TERMINATED_EXIT_CODE and self.leaves:  # its signal reaches nodes, too
             return Reason.TERMINATED
         hint = self.clients.exit_hints.get(end.rank)
         if hint is not None:

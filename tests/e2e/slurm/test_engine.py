@@ -35,6 +35,7 @@ import torch.distributed as dist
 dist.init_process_group("gloo")
 runpy.run_path("count.py", run_name="__main__")
 """
+IGNORES = "import contextlib\nwith contextlib.suppress(SystemExit):\n    runpy.run_path"
 TRAINS = """import os
 import pathlib
 import time
@@ -184,6 +185,29 @@ def test_a_lost_machine_without_a_spare_must_put_the_job_back_into_the_queue(job
     assert hosts(run) == [["n1", "n2"], ["n1", "n3"]]
 
 
+@pytest.mark.exhaustive
+def test_a_job_whose_first_machine_is_lost_must_go_back_into_the_queue_and_be_stoppable(jobs):
+    """With that, its supervisor is lost, too."""
+    run = jobs.detach("--nodes", "2", "--", "count.py", "100000")
+
+    def first(steps: int, generation: int) -> str:
+        eventually(lambda: (found := jobs.steps(run, 1)) and found[-1][1] == generation and len(found) > steps)
+        return jobs.cluster("squeue", "-h", "-j", number(run), "-o", "%B").strip()
+
+    def down(machine: str) -> bool:
+        return "down" in jobs.cluster("sinfo", "-h", "-n", machine, "-o", "%T")
+
+    with jobs.cluster.without(machine := first(15, 0)):
+        eventually(lambda: "PENDING" in jobs.cluster("squeue", "-h", "-j", number(run), "-o", "%T"), timeout=200)
+        jobs.cluster("scontrol", "update", f"JobId={number(run)}", "StartTime=now+3")
+        other = first(len(jobs.steps(run, 1)), 1)
+        assert other != machine and complete(jobs.steps(run, 1), last=jobs.steps(run, 1)[-1][0])
+        with jobs.cluster.without(other):
+            eventually(lambda: down(other), timeout=100)
+            assert jobs("stop", run.name)[0] == 0
+    assert report(run)["outcome"] == "stopped"
+
+
 def test_stop_must_let_workers_save_and_the_job_continue_with_resume(jobs):
     run = jobs.detach("--nodes", "2", "--", "count.py", "100000")
     eventually(lambda: len(jobs.steps(run, 1)) > 15)
@@ -301,8 +325,10 @@ def test_doctor_must_report_the_cluster_and_what_a_machine_sees(jobs):
 
 
 @pytest.mark.exhaustive
-def test_a_preempted_job_must_save_and_be_put_back_into_the_queue(jobs):
-    (jobs.folder / "joined.py").write_text(JOINED)
+@pytest.mark.parametrize("code", [143, 0])
+def test_a_preempted_job_must_save_and_be_put_back_into_the_queue(jobs, code):
+    """Whatever the exit code of its workers, which Slurm tells to end."""
+    (jobs.folder / "joined.py").write_text(JOINED if code else JOINED.replace("runpy.run_path", IGNORES))
     run = jobs.detach("--nodes", "3", "--set", "grace=5s", "--", "joined.py", "100000")
     eventually(lambda: len(jobs.steps(run, 2)) > 15)
     jobs.cluster("sbatch", "--partition", "urgent", "--nodes", "3", "--wrap", "true", folder=jobs.folder)

@@ -205,6 +205,15 @@ def test_the_reason_must_be_shown_unless_the_job_succeeded(word, expected):
     assert text(data) == f"{word}: 3 workers, 0.0 s{expected}"
 
 
+@pytest.mark.parametrize(
+    ("word", "step", "said"),
+    [("succeeded", 40, ", at step 40 of 150"), ("succeeded", 150, ""), ("stopped", 40, " (why)")],
+)
+def test_a_success_before_the_last_step_must_be_visible(word, step, said):
+    metrics = [{"step": 39, "total_steps": 150}, {"step": step}]
+    assert text(report(PLAN, JobResult(word, "why"), [], 0.0, metrics, [])) == f"{word}: 3 workers, 0.0 s{said}"
+
+
 def test_leftover_nodes_must_be_reported_with_the_command_that_removes_them():
     data = report(PLAN, JobResult(Outcome.SUCCEEDED, "finished", left="stuck"), [], 0.0, [], [])
     assert text(data).splitlines()[1:] == [
