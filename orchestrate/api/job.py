@@ -37,6 +37,7 @@ from orchestrate.show.tracking import PlainScreen
 Target = str | os.PathLike[str] | Callable[..., Any] | function.Program
 _one_at_a_time = threading.RLock()  # the current folder is that of all threads
 INTERVAL = 0.1  # seconds between two looks at a running job
+TURN_INTERVAL = 0.01  # seconds between two looks whether the job before has ended
 ENDING = 5.0  # seconds between two jobs of a cluster, in which no supervisor has it
 KEEP = "10m"  # for which a cluster stays up without a job: its program may have been killed
 
@@ -201,12 +202,12 @@ class Cluster:
     def _start(self, target: Target, args: Sequence[Any], options: Mapping[str, Any], bound: bool, tell: bool) -> Job:
         with self._turn:
             until = time.monotonic() + ENDING
-            while jobs := self._made.jobs():
-                if lock.supervisor(self._made.paths):
+            while (held := lock.supervisor(self._made.paths)) or (jobs := self._made.jobs()):
+                if held:  # also for a moment after its job has ended
                     until = time.monotonic() + ENDING
                 elif time.monotonic() > until:
                     run_dir.unsupervised(jobs[0])
-                time.sleep(INTERVAL)
+                time.sleep(TURN_INTERVAL)
             return _started(target, args, self._runs, self.name, self._settings | dict(options), bound, tell)
 
     def down(self) -> None:

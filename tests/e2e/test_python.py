@@ -9,6 +9,7 @@ import sys
 
 import pytest
 from support.cli import Cli
+from support.commanded import HOLDS
 from support.repo import ROOT
 from support.waiting import eventually
 
@@ -212,6 +213,21 @@ except KeyError as error:
 """)
     assert out == ["succeeded None", "'mine' stopped"]
     assert not [*program.folder.glob("runs/cluster-*")]
+
+
+def test_a_job_must_wait_for_the_supervisor_of_the_one_before_it(program):
+    """It holds its cluster until it exits, for a moment after its job."""
+    out, _ = program(f"""
+import subprocess, sys, threading
+del O["quiet"]
+with orchestrate.cluster(**O) as cluster:
+    holds = [sys.executable, "-c", {HOLDS!r}, f"runs/{{cluster.name}}"]
+    with subprocess.Popen(holds, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        holder.stdout.readline()
+        threading.Timer(0.3, holder.stdin.close).start()
+        print(cluster.run(functions.values, 5, quiet=True).values[1]["list"][0])
+""")
+    assert out == ["5"]
 
 
 def test_values_must_be_those_of_the_last_generation(program):
