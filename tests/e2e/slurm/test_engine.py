@@ -185,29 +185,6 @@ def test_a_lost_machine_without_a_spare_must_put_the_job_back_into_the_queue(job
     assert hosts(run) == [["n1", "n2"], ["n1", "n3"]]
 
 
-@pytest.mark.exhaustive
-def test_a_job_whose_first_machine_is_lost_must_go_back_into_the_queue_and_be_stoppable(jobs):
-    """With that, its supervisor is lost, too."""
-    run = jobs.detach("--nodes", "2", "--", "count.py", "100000")
-
-    def first(steps: int, generation: int) -> str:
-        eventually(lambda: (found := jobs.steps(run, 1)) and found[-1][1] == generation and len(found) > steps)
-        return jobs.cluster("squeue", "-h", "-j", number(run), "-o", "%B").strip()
-
-    def down(machine: str) -> bool:
-        return "down" in jobs.cluster("sinfo", "-h", "-n", machine, "-o", "%T")
-
-    with jobs.cluster.without(machine := first(15, 0)):
-        eventually(lambda: "PENDING" in jobs.cluster("squeue", "-h", "-j", number(run), "-o", "%T"), timeout=200)
-        jobs.cluster("scontrol", "update", f"JobId={number(run)}", "StartTime=now+3")
-        other = first(len(jobs.steps(run, 1)), 1)
-        assert other != machine and complete(jobs.steps(run, 1), last=jobs.steps(run, 1)[-1][0])
-        with jobs.cluster.without(other):
-            eventually(lambda: down(other), timeout=100)
-            assert jobs("stop", run.name)[0] == 0
-    assert report(run)["outcome"] == "stopped"
-
-
 def test_stop_must_let_workers_save_and_the_job_continue_with_resume(jobs):
     run = jobs.detach("--nodes", "2", "--", "count.py", "100000")
     eventually(lambda: len(jobs.steps(run, 1)) > 15)
@@ -361,3 +338,26 @@ def test_the_end_of_the_allocation_must_let_workers_save_and_requeue_the_job_unt
     found = report(run)
     assert (found["outcome"], found["reason"]) == ("stopped", "slurm.requeues is 0")
     assert (run / "checkpoints" / "rank-1").read_text() == str(jobs.steps(run, 1)[-1][0])
+
+
+@pytest.mark.exhaustive
+def test_a_job_whose_first_machine_is_lost_must_go_back_into_the_queue_and_be_stoppable(jobs):
+    """With that, its supervisor is lost, too."""
+    run = jobs.detach("--nodes", "2", "--", "count.py", "100000")
+
+    def first(steps: int, generation: int) -> str:
+        eventually(lambda: (found := jobs.steps(run, 1)) and found[-1][1] == generation and len(found) > steps)
+        return jobs.cluster("squeue", "-h", "-j", number(run), "-o", "%B").strip()
+
+    def down(machine: str) -> bool:
+        return "down" in jobs.cluster("sinfo", "-h", "-n", machine, "-o", "%T")
+
+    with jobs.cluster.without(machine := first(15, 0)):
+        eventually(lambda: "PENDING" in jobs.cluster("squeue", "-h", "-j", number(run), "-o", "%T"), timeout=200)
+        jobs.cluster("scontrol", "update", f"JobId={number(run)}", "StartTime=now+3")
+        other = first(len(jobs.steps(run, 1)), 1)
+        assert other != machine and complete(jobs.steps(run, 1), last=jobs.steps(run, 1)[-1][0])
+        with jobs.cluster.without(other):
+            eventually(lambda: down(other), timeout=100)
+            assert jobs("stop", run.name)[0] == 0
+    assert report(run)["outcome"] == "stopped"
