@@ -63,13 +63,11 @@ def ask(paths: JobPaths, clock: Clock = SYSTEM) -> None:
         if not supervisor.ask_to_stop():  # it is just starting or exiting
             attempts += 1
             if attempts > MAX_STOP_ATTEMPTS:
-                pid = lock.locker(paths)
+                other = f"; or end process {pid}, which has locked it" if (pid := lock.locker(paths)) else ""
                 raise OrchestrateError(
                     f"{paths.lock} is locked by a process that cannot be verified as its supervisor",
                     "wait for other commands on this job, such as rm; or run stop in the same container, "
-                    "as the same user, as the job was started"
-                    + f"; or end process {pid}, which has locked it"
-                    * bool(pid),
+                    f"as the same user, as the job was started{other}",
                 )
             clock.sleep(0.1)
             continue

@@ -372,7 +372,7 @@ def fork(control: socket.socket, node: int) -> int:
 def main() -> None:
     """Import, then fork workers until the node ends."""
     with open(os.devnull, "wb") as null:  # stdout and stderr were pipes when Python started, as a worker's are
-        _ = os.dup2(null.fileno(), 1), os.dup2(null.fileno(), 2)
+        os.dup2(os.dup2(null.fileno(), 1), 2)
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     libc.prctl(PR_SET_DUMPABLE, 0)  # workers run as the same user, and must not write to the memory of the zygote
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -42,6 +42,7 @@ ASK_INTERVAL, SILENT_AFTER, LOST_AFTER = 2.0, 6.0, 12.0  # seconds between two q
 LEASE_OVER_AFTER = protocol.LEASE_TIMEOUT + 2 * protocol.RENEW_INTERVAL + 2 * protocol.SEND_TIMEOUT
 LAST_WORDS = 1 << 16  # bytes of what nodes print that are searched for the reason why they did not start
 OF_NODES = ("addresses", "secrets")  # folders in the run directory
+TOLD = (0, TERMINATED_EXIT_CODE)  # exit codes of workers that Slurm, too, has told to end
 KEPT = ("SLURM_JOB_ID", "SLURM_CONF")  # all others would narrow what srun starts
 SRUN = (
     *("srun", "--overlap", "--ntasks-per-node=1", "--kill-on-bad-exit=0", "--wait=0", "--no-kill"),
@@ -75,6 +76,7 @@ class SlurmSession(ClientSession):
         self.silent: dict[str, float] = {}  # host of a node that stopped answering: time when its lease has expired
         self.lost: set[str] = set()  # nodes that were lost with their hosts
         self.doubtful: set[str] = set()  # hosts on which a node has ended, or did not start
+        self.code: int | None = None  # exit code of the first worker that has ended in this generation
         self.leaves = False  # whether Slurm ends the allocation
         self.relay = 0  # port at which this process renews leases
 
@@ -149,14 +151,16 @@ class SlurmSession(ClientSession):
 
     def start(self, plan: Plan, stopped: Callable[[], bool] = never) -> None:
         """Start the workers, once those on machines that are cut off have lost their lease."""
-        self.first, self.asked = plan.workers[0].node, {}
+        self.first, self.asked, self.code = plan.workers[0].node, {}, None
         wait_until(lambda: stopped() or self.clock.monotonic() > max(self.silent.values(), default=0), 60, self.clock)
         self.clients.start(plan)
 
     def wait(self, timeout: float) -> Observed:
         """Wait for exits of workers, and ask their nodes at intervals whether they are there."""
         exits, now = self.clients.wait(timeout), self.clock.monotonic()
-        if exits and not self.clients.running and self._is_leaving():  # of which workers were told, too
+        if exits and self.code is None:
+            self.code = exits[0].code
+        if exits and not self.clients.running and self.code in TOLD and self._is_leaving():
             self.leaves = True
             self.evict()
         for node in [node for node, since in self.asked.items() if now - since > LOST_AFTER]:
