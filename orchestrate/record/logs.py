@@ -225,9 +225,10 @@ def tail(folder: Folder, rank: int) -> str:
         return ""
 
 
-def last_lines(text: str, generation: int, count: int) -> list[str]:
+def last_lines(text: str, generation: int, count: int, main: bool = False) -> list[str]:
     """The last lines that a worker wrote in a generation; of a dump of all its stacks, only the first part.
 
+    That is the thread that has failed, or with `main` the main thread, whichever has got the signal that we have sent.
     `text` is the end of its log. Lines before a dump are kept: they are the worker's own. C++ stack frames and torch's
     general advice, of which NCCL's watchdog prints dozens of lines, are left out.
     """
@@ -240,7 +241,8 @@ def last_lines(text: str, generation: int, count: int) -> list[str]:
     if not fatal:
         return lines[-count:]
     dump = [line for line in lines[fatal[-1] :] if "/orchestrate/node/zygote.py" not in line]
-    current = [i for i, line in enumerate(dump) if line.startswith("Current thread")]
+    threads = [i for i, line in enumerate(dump) if line.startswith(("Current thread", "Thread 0x"))]
+    current = threads[-1:] if main else [i for i in threads if dump[i].startswith("Current")]
     stack = dump[current[0] :] if current else dump[1:]
     head = [*[line for line in lines[: fatal[-1]] if line.strip()][-(count // 3) :], lines[fatal[-1]]]
     return head + [line for line in stack if line.strip() and not line.startswith("Extension modules")][: count // 2]

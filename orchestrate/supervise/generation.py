@@ -337,7 +337,7 @@ class Generation:
             summary=summary,
             hint=(starting and traits.shared_file(self.plan))
             or "the log of each rank ends with its stacks; hang_after in the job file sets the time limit",
-            last_lines=self.files.last_lines(rank),
+            last_lines=self.files.last_lines(rank, main=True),
             log=str(self.files.log(rank)),
         )
 

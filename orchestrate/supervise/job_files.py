@@ -64,9 +64,9 @@ class JobFiles:
         roots = {self.paths.root, self._folder.parent}  # of the job and of its cluster
         return gone(self.paths.shared) or any(map(records.replaced, roots))
 
-    def last_lines(self, rank: int, count: int = LAST_LINES) -> list[str]:
+    def last_lines(self, rank: int, count: int = LAST_LINES, main: bool = False) -> list[str]:
         """Return the last lines of a worker in this generation, truncated, since events store them permanently."""
-        return [shortened(line, MAX_WIDTH) for line in logs.last_lines(self.text(rank), self.generation, count)]
+        return [shortened(line, MAX_WIDTH) for line in logs.last_lines(self.text(rank), self.generation, count, main)]
 
     def text(self, rank: int) -> str:
         """Return the end of a worker's log."""

@@ -216,6 +216,14 @@ def test_of_a_dump_the_crashed_stack_must_be_shown_after_the_output_before_it():
     ]
 
 
+def test_of_a_dump_that_was_asked_for_the_main_thread_must_be_shown():
+    """Which comes last; another one may have got the signal."""
+    other = DUMP.replace("Thread 0x02", "Current thread 0x02").replace("Current thread 0x01", "Thread 0x01")
+    for dump in (DUMP, other):
+        assert '  File "/w/train.py", line 3 in innermost' in last_lines(dump, 0, 12, main=True)
+    assert not any("innermost" in line for line in last_lines(other, 0, 6))
+
+
 ADVICE = """\
 Search for `cudaErrorIllegalAddress' in the documentation of CUDA for more information.
 CUDA kernel errors might be asynchronously reported at some other API call.
