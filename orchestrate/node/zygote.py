@@ -171,7 +171,7 @@ def become(command: list[str], env: dict[str, str], cwd: str, node: int, descrip
         with contextlib.suppress(OSError):  # fewer descriptors are allowed
             faulthandler.register(SHOW_STACK, fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, FAR), all_threads=False)
     old = signal.signal  # Lightning restores all handlers, and would remove one that `signal` does not know
-    signal.signal = functools.wraps(old)(lambda n, to: n == SHOW_STACK or old(n, to))  # type: ignore[assignment]
+    vars(signal)["signal"] = functools.wraps(old)(lambda *a, **k: a[:1] == (SHOW_STACK,) or old(*a, **k))
     for descriptor in descriptors:
         os.close(descriptor)
     os.chdir(cwd)

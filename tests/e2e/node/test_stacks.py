@@ -18,6 +18,7 @@ def deep(left):
         time.sleep(0.01)
 """
 CLOSES = "import os\nos.closerange(3, 900)\nos.open('theirs', os.O_CREAT | os.O_RDWR)\n" + STANDS + "deep(1)\n"
+NAMED = "signal.signal(signalnum=signal.SIGUSR1, handler=print)\nassert signal.getsignal(signal.SIGUSR1) is print\n"
 REPLACED = "import os\nopen(f'at-{os.getpid()}', 'w').close()\nos.execvp('sleep', ['sleep', '1000'])\n"
 
 
@@ -75,7 +76,7 @@ def test_a_script_that_restores_all_signal_handlers_must_still_show_its_stack(wa
     known = (
         "{n: to for n in signal.valid_signals() - {9, 19} if (to := signal.getsignal(n)) is not None}"  # as Lightning
     )
-    warm.start(0, f"import signal\nfor n, to in {known}.items(): signal.signal(n, to)\n{STANDS}deep(1)\n")
+    warm.start(0, f"import signal\nfor n, to in {known}.items(): signal.signal(n, to)\n{NAMED}{STANDS}deep(1)\n")
     pid(warm)
     assert "in deep" in stack(warm, 0)[0]
     (warm.folder / "on").touch()
