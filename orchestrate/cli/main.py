@@ -37,7 +37,7 @@ def _run_guarded(argv: list[str], clock: Clock) -> int:
         return _command(argv, clock)
     except OrchestrateError as error:
         print_message(f"error: {error}")
-        of_slurm = any(word in ("slurm", "--engine=slurm") for word in argv)
+        of_slurm = any(word in ("slurm", "--engine=slurm") or word.startswith("slurm.") for word in argv)
         check = (
             f"python -m orchestrate doctor {'--engine slurm checks the cluster' if of_slurm else 'checks this machine'}"
         )
