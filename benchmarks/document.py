@@ -37,8 +37,6 @@ REASONS = {
     "slurm": "from the end of a worker to the start of the next takes 0.2 s instead of 0.14 s, since each machine is a "
     "container here, with its own zygote and daemons on the same two cores, and the process group is formed over a "
     "bridge instead of the loopback interface.",
-    "commands": "`ps` asks the engine for running jobs, through Docker's SDK, whose import takes a tenth of a second "
-    "or more; `logs` parses the job file and the plan, for masks and names.",
     "image-rebuild": "Compose and BuildKit take most of it, also without a change.",
     "checkpoint": "besides `torch.save` and its fsync, a save syncs two more files and two folders, and removes an old "
     "checkpoint. This training keeps both cores busy: hashing and writing 256 MB occupies one of them for a while, "
