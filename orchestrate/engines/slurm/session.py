@@ -42,7 +42,6 @@ ASK_INTERVAL, SILENT_AFTER, LOST_AFTER = 2.0, 6.0, 12.0  # seconds between two q
 LEASE_OVER_AFTER = protocol.LEASE_TIMEOUT + 2 * protocol.RENEW_INTERVAL + 2 * protocol.SEND_TIMEOUT
 LAST_WORDS = 1 << 16  # bytes of what nodes print that are searched for the reason why they did not start
 OF_NODES = ("addresses", "secrets")  # folders in the run directory
-TOLD = (0, TERMINATED_EXIT_CODE)  # exit codes of workers that Slurm, too, has told to end
 KEPT = ("SLURM_JOB_ID", "SLURM_CONF")  # all others would narrow what srun starts
 SRUN = (
     *("srun", "--overlap", "--ntasks-per-node=1", "--kill-on-bad-exit=0", "--wait=0", "--no-kill"),
@@ -76,8 +75,7 @@ class SlurmSession(ClientSession):
         self.silent: dict[str, float] = {}  # host of a node that stopped answering: time when its lease has expired
         self.lost: set[str] = set()  # nodes that were lost with their hosts
         self.doubtful: set[str] = set()  # hosts on which a node has ended, or did not start
-        self.code: int | None = None  # exit code of the first worker that has ended in this generation
-        self.leaves = False  # whether Slurm ends the allocation
+        self.failed = False  # whether a worker of this generation has ended with another exit code than 0
         self.relay = 0  # port at which this process renews leases
 
     def up(self, plan: Plan, stopped: Callable[[], bool] = never) -> None:
@@ -151,17 +149,15 @@ class SlurmSession(ClientSession):
 
     def start(self, plan: Plan, stopped: Callable[[], bool] = never) -> None:
         """Start the workers, once those on machines that are cut off have lost their lease."""
-        self.first, self.asked, self.code = plan.workers[0].node, {}, None
+        self.first, self.asked, self.failed = plan.workers[0].node, {}, False
         wait_until(lambda: stopped() or self.clock.monotonic() > max(self.silent.values(), default=0), 60, self.clock)
         self.clients.start(plan)
 
     def wait(self, timeout: float) -> Observed:
         """Wait for exits of workers, and ask their nodes at intervals whether they are there."""
         exits, now = self.clients.wait(timeout), self.clock.monotonic()
-        if exits and self.code is None:
-            self.code = exits[0].code
-        if exits and not self.clients.running and self.code in TOLD and self._is_leaving():
-            self.leaves = True
+        self.failed |= any(end.code for end in exits)
+        if exits and not (self.clients.running or self.failed) and self._is_leaving():  # and has told workers, too
             self.evict()
         for node in [node for node, since in self.asked.items() if now - since > LOST_AFTER]:
             self._abandon(node)
@@ -194,7 +190,8 @@ class SlurmSession(ClientSession):
         """Return the cause: the node or its machine was lost, or the kernel killed a process for lack of memory."""
         if why := self.clients.out_of_memory(end):
             return why
-        if end.code == TERMINATED_EXIT_CODE and self.leaves:  # its signal reaches nodes, too
+        if end.code == TERMINATED_EXIT_CODE and self._is_leaving():  # its signal reaches nodes and workers, too
+            self.evict()
             return Reason.TERMINATED
         hint = self.clients.exit_hints.get(end.rank)
         if hint is not None:
