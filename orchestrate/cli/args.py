@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -71,16 +70,8 @@ class Args:
     quick: bool
     port: int | None
 
-    def __init__(self, **values: object) -> None:
-        for name, value in values.items():
-            setattr(self, name, value)
-
-    def __contains__(self, name: str) -> bool:
-        """Whether the command has this argument, given or not."""
-        return name in vars(self)
-
     def of(self, job: str) -> Args:
         """Return the same arguments for another job."""
-        other = copy.copy(self)
-        other.job = job
+        other = Args()
+        vars(other).update(vars(self), job=job)
         return other

@@ -31,7 +31,8 @@ def parse(argv: list[str]) -> Args:
         split = _command_start(argv, split, top.subparser(argv[0]).switches())
     words, rest = argv[:split], argv[split:]
     script = (rest[1:] if rest[0] == "--" else rest) if rest else None
-    found = Args(script=script, separated=rest[:1] == ["--"])
+    found = Args()
+    found.script, found.separated = script, rest[:1] == ["--"]
     top.parse_args(words or ["--help"], found)
     for name in [name for name, value in vars(found).items() if value is None and hasattr(Args, name)]:
         delattr(found, name)  # it has a default

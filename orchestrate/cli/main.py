@@ -88,7 +88,7 @@ def _dispatch(args: Args) -> int:
         os.getcwd()
     except FileNotFoundError:
         raise UsageError("the current folder no longer exists", "cd to an existing folder") from None
-    if "runs" in args:
+    if hasattr(args, "runs"):
         from orchestrate.cli.find import resolve_runs  # with what a job is: --help needs none of it
 
         with _in_junit(args):
