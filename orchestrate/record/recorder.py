@@ -17,12 +17,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from orchestrate.clock import SYSTEM, Clock
-from orchestrate.files.folder import content
+from orchestrate.files.folder import MAX_FILE, content
 from orchestrate.node import checks
 from orchestrate.record.events import VERSION, Event, JobEnded, JobResumed, SupervisorStarted, from_line, to_line
 
 E = TypeVar("E", bound=Event)
-MAX_LINES = 16 << 20  # bytes of a record after which it takes no more lines of workers
+# Bytes of a record after which it takes no more lines of workers, and after which a job should not go on.
+MAX_LINES, FULL = MAX_FILE // 4, MAX_FILE // 8 * 7
 
 
 def objects(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
@@ -113,7 +114,7 @@ class Recorder:
         stamped = dataclasses.replace(event, time=round(self.clock.time(), 3), seconds=self.seconds())
         line = self._hide(to_line(stamped))
         if self.size > MAX_LINES and isinstance(cause := line.get("cause"), dict):
-            cause["last_lines"] = []  # no record may become too large to be read
+            cause["last_lines"] = []  # otherwise, the record could become too large to be read
         recorded = from_line(line)
         assert isinstance(recorded, type(event))
         self.events.append(recorded)
@@ -128,6 +129,11 @@ class Recorder:
                     del self._unwritten[0]
         self._show(recorded)
         return recorded
+
+    @property
+    def full(self) -> bool:
+        """Whether the file will soon be too large to be read."""
+        return self.size > FULL
 
     def seconds(self) -> float:
         """Seconds since the job's start, without those between its end and a resumption."""

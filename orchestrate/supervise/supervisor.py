@@ -17,7 +17,6 @@ from orchestrate.supervise.generation import Generation
 from orchestrate.supervise.nodes import Nodes
 from orchestrate.supervise.policy import Decision, decide
 
-MAX_RECORD = 56 << 20  # bytes after which no generation starts: a record of 64 MiB is not read
 WORTH = 3.0  # seconds of a generation whose loss is worth a warning
 STARTS_OVER = "$JOB_DIR/checkpoints is empty: unless the script saves elsewhere, it starts over"
 ABANDONED = "they did not end in time after a request to stop"
@@ -122,7 +121,7 @@ class Supervisor:
         """Wait for the delay of a restart; raises Over if there is none."""
         self.patterns.renew()
         decision = decide(self.spec, self.history.recent, self._search)
-        if self.emit.size > MAX_RECORD:
+        if self.emit.full:
             decision = Decision(False, "its record is full")
         self.emit(events.RestartDecided(decision.restart, decision.why, decision.delay))
         if not decision.restart:

@@ -7,9 +7,9 @@ from support.recording import RecordingEngine
 from support.scripted import KILLED
 
 from orchestrate.errors import EngineError
+from orchestrate.record import recorder
 from orchestrate.record.outcomes import JobResult, Outcome
 from orchestrate.spec.spec import JobSpec
-from orchestrate.supervise import supervisor
 from orchestrate.supervise.context import STOPPING_TIMEOUT
 from orchestrate.supervise.stores import NoCopies
 
@@ -82,5 +82,5 @@ def test_a_full_disk_must_not_keep_a_job(job):
 
 
 def test_a_job_whose_record_is_full_must_end(job, monkeypatch):
-    monkeypatch.setattr(supervisor, "MAX_RECORD", 100)
+    monkeypatch.setattr(recorder, "FULL", 100)
     assert job.run(RecordingEngine([KILLED])) == JobResult(Outcome.FAILED, "its record is full")
