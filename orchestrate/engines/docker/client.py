@@ -322,7 +322,7 @@ class Events:
         filters = {"type": ["container", "network"]}
         seen: set[tuple[Any, ...]] = set()  # events in the second at which the stream resumes
         while not self._closing:
-            with contextlib.suppress(*ERRORS, AttributeError, ValueError):  # the last two if it is closed meanwhile
+            with contextlib.suppress(*ERRORS):
                 self._stream = self._daemon.client.api.events(since=since, filters=filters, decode=True)
                 if self._closing:  # closed before the stream existed
                     self._end_stream()
