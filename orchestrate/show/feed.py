@@ -203,7 +203,7 @@ class Feed:
             yield block
 
     def _search_unread(self) -> None:
-        """Search what is not shown for progress: the report needs the last of it, whoever reads our output or not."""
+        """Search the output that is not shown for progress, since the report has the last metrics."""
         unread = self.follower.copied()
         unread.near_end(MAX_SEARCH)
         for block in unread.blocks(end=True):
