@@ -95,7 +95,7 @@ def main(arguments: list[str]) -> int:
                     began = time.monotonic()
                     made.run("nothing.py", quiet=True)
                     seconds.append(time.monotonic() - began)
-                prune = [sys.executable, "-m", "orchestrate", "prune", "--older-than", "1ms"]
+                prune = [sys.executable, "-m", "orchestrate", "prune", "--older-than", "0.001s"]
                 subprocess.run(prune, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
                 rows.append([statistics.median(seconds), *state(roots, folders)])
                 values = ", ".join(f"{name} {value:.4g}" for name, value in zip(NAMES, rows[-1]))
