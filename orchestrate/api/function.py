@@ -15,8 +15,8 @@ from orchestrate.dataclass import dataclass
 from orchestrate.errors import OrchestrateError, ResourceError, UsageError
 from orchestrate.files.folder import Folder
 from orchestrate.files.paths import NODE
-from orchestrate.node import checks
-from orchestrate.node.call import DTYPES, MAX_BYTES
+from orchestrate.node.messages import checks
+from orchestrate.node.programs.call import DTYPES, MAX_BYTES
 from orchestrate.plan.imports import CALL, CALLED
 from orchestrate.spec.spec import FIELDS
 
@@ -72,7 +72,7 @@ def program(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[s
     if not folders and "site-packages" not in file.parts:
         raise UsageError(f"{name}() is in {file}, which nodes do not see", f"start from its folder: cd {top}")
     call = {"module": module, "function": name, "folders": folders, "args": given[0], "kwargs": given[1]}
-    files = {CALL: (NODE / "call.py").read_bytes(), "call.json": json.dumps(call).encode()}
+    files = {CALL: (NODE / "programs" / "call.py").read_bytes(), "call.json": json.dumps(call).encode()}
     return Program((CALLED, f"{_shown(file, start)}:{name}"), files)
 
 

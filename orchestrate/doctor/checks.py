@@ -31,8 +31,8 @@ from orchestrate.engines.swarm.upload import send_archive
 from orchestrate.errors import EngineError, OrchestrateError
 from orchestrate.host import records, users
 from orchestrate.host.gpus import look
-from orchestrate.node import protocol
 from orchestrate.node.files import PIECE, digest
+from orchestrate.node.messages import protocol
 from orchestrate.node.ranks import MASTER_PORT
 from orchestrate.plan.plan import plan, pluralize
 from orchestrate.record.paths import JobPaths

@@ -12,9 +12,9 @@ from typing import TypeVar
 
 from orchestrate.engines.base import never
 from orchestrate.errors import EngineError
-from orchestrate.node import protocol
-from orchestrate.node.auth import Signer
-from orchestrate.node.protocol import MAX_GREETING
+from orchestrate.node.messages import protocol
+from orchestrate.node.messages.auth import Signer
+from orchestrate.node.messages.protocol import MAX_GREETING
 
 T = TypeVar("T")
 ANSWER_TIMEOUT = 10.0  # seconds to wait for a node's answer

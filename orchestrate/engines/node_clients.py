@@ -14,7 +14,7 @@ from orchestrate.clock import Clock, wait_until
 from orchestrate.engines.base import Stop
 from orchestrate.engines.connection import ANSWER_TIMEOUT, NodeConnection
 from orchestrate.errors import EngineLost
-from orchestrate.node import protocol
+from orchestrate.node.messages import protocol
 from orchestrate.node.worker import FAILED_TO_START
 from orchestrate.plan.plan import Plan, WorkerPlan
 from orchestrate.record.outcomes import LOST_EXIT_CODE, TERMINATED_EXIT_CODE, Activity, Stack, Use, WorkerExit

@@ -29,7 +29,8 @@ from orchestrate.files.paths import NODE, NODES, PROJECT, code_folder
 from orchestrate.host import private
 from orchestrate.host.cores import cores
 from orchestrate.host.gpus import Offer, claimed, fields, look, offer, why_none
-from orchestrate.node import protocol, warm
+from orchestrate.node import warm
+from orchestrate.node.messages import protocol
 from orchestrate.node.warm import SUPPORTED, processes
 from orchestrate.plan.container import UNBUFFERED
 from orchestrate.plan.plan import Inventory, Placement, Plan, WorkerPlan, may_use_torch

@@ -28,7 +28,7 @@ def decode(value: Any, kind: type[T]) -> T:
     """Convert the result of `encode` back to a dataclass; unknown fields are ignored.
 
     Types may be plain ones, enums, dataclasses, `X | None`, `tuple[X, ...]`, `list[X]`, `dict[str, X]`, `dict[int, X]`
-    and `Annotated` ones with a check of `node/checks.py`. Raises ValueError that names the invalid field.
+    and `Annotated` ones with a check of `node/messages/checks.py`. Raises ValueError that names the invalid field.
     """
     decoded: T = _decode(value, kind, kind.__name__)
     return decoded

@@ -38,8 +38,8 @@ import orchestrate.node  # noqa: E402, F401  (the path comes first)
 del sys.path[0]  # the package finds its modules without it, and nothing else is imported from there
 
 from orchestrate.node.agent import serve  # noqa: E402
-from orchestrate.node.checks import Refused, key  # noqa: E402
 from orchestrate.node.lease import relay  # noqa: E402
+from orchestrate.node.messages.checks import Refused, key  # noqa: E402
 from orchestrate.node.output import print_message  # noqa: E402
 from orchestrate.node.rendezvous import join  # noqa: E402
 from orchestrate.node.static import static  # noqa: E402

@@ -12,16 +12,16 @@ import time
 from pathlib import Path
 from typing import Any
 
-from orchestrate.node import protocol
-from orchestrate.node.channel import Channel
-from orchestrate.node.checks import Refused, integer, shown
 from orchestrate.node.files import Files
-from orchestrate.node.guard import marked
 from orchestrate.node.lease import Lease
-from orchestrate.node.listener import BACKLOG, Listener
 from orchestrate.node.local_env import local_env
 from orchestrate.node.loop import Loop
+from orchestrate.node.messages import protocol
+from orchestrate.node.messages.channel import Channel
+from orchestrate.node.messages.checks import Refused, integer, shown
+from orchestrate.node.messages.listener import BACKLOG, Listener
 from orchestrate.node.output import print_message
+from orchestrate.node.programs.guard import marked
 from orchestrate.node.ranks import FENCE, Env, fence
 from orchestrate.node.stacks import collect
 from orchestrate.node.status import StatusServer

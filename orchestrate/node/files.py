@@ -15,7 +15,7 @@ import tarfile
 import tempfile
 from typing import BinaryIO
 
-from orchestrate.node.protocol import Changes, Piece, Uploaded
+from orchestrate.node.messages.protocol import Changes, Piece, Uploaded
 from orchestrate.node.trees import clear, data, opened, walk
 
 PIECE = 1 << 19  # bytes of one message

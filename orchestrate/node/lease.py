@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable
 
 from orchestrate.node.loop import Loop
-from orchestrate.node.protocol import LEASE_TIMEOUT, RENEW_INTERVAL
+from orchestrate.node.messages.protocol import LEASE_TIMEOUT, RENEW_INTERVAL
 
 QUESTION = 16  # bytes
 ABANDONED_AFTER = 60.0  # seconds without an answer after which a node of Slurm asks whether the machine is down

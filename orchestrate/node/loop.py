@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from orchestrate.node.checks import seconds
+from orchestrate.node.messages.checks import seconds
 from orchestrate.node.output import print_message, stdout
 from orchestrate.node.ranks import Env
 from orchestrate.node.store import VARIABLE, Store, expected

@@ -14,12 +14,12 @@ import time
 from functools import partial
 from typing import Any
 
-from orchestrate.node.channel import Channel, connect
-from orchestrate.node.checks import MAX_WORKERS, Refused, integer, seconds, shown
-from orchestrate.node.listener import serve
 from orchestrate.node.loop import Loop
+from orchestrate.node.messages.channel import Channel, connect
+from orchestrate.node.messages.checks import MAX_WORKERS, Refused, integer, seconds, shown
+from orchestrate.node.messages.listener import serve
+from orchestrate.node.messages.protocol import TO_MASTER, TO_TRAINER, End, Exited, Hello, Run, decode
 from orchestrate.node.output import print_message
-from orchestrate.node.protocol import TO_MASTER, TO_TRAINER, End, Exited, Hello, Run, decode
 from orchestrate.node.ranks import DEFAULTS, MASTER_PORT, Node, assign, gpus
 
 JOIN_PORT = 29400  # where the master listens for trainers; the default port of torch's own rendezvous

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from orchestrate.node.protocol import MAX_STACK, SILENT, STARTING, UNABLE
+from orchestrate.node.messages.protocol import MAX_STACK, SILENT, STARTING, UNABLE
 from orchestrate.node.warm import fields
 
 if TYPE_CHECKING:

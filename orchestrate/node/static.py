@@ -7,9 +7,9 @@ import os
 from collections.abc import Mapping
 from functools import partial
 
-from orchestrate.node.checks import MAX_NODES, MAX_WORKERS, integer
 from orchestrate.node.local_env import interface_to
 from orchestrate.node.loop import Loop
+from orchestrate.node.messages.checks import MAX_NODES, MAX_WORKERS, integer
 from orchestrate.node.output import print_message
 from orchestrate.node.ranks import DEFAULTS, MASTER_PORT, Env, assign, gpus
 

@@ -14,8 +14,8 @@ import os
 import socket
 from typing import Any
 
-from orchestrate.node.listener import serve
 from orchestrate.node.loop import Loop
+from orchestrate.node.messages.listener import serve
 from orchestrate.node.output import print_message
 from orchestrate.node.ranks import Env
 from orchestrate.node.trees import opened, replace

@@ -15,14 +15,15 @@ from collections.abc import Callable
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from orchestrate.node.checks import integer
+from orchestrate.node.messages.checks import integer
 from orchestrate.node.output import print_message
 from orchestrate.node.ranks import MASTER_PORT, PORTS, Env
 from orchestrate.node.traffic import connections
 from orchestrate.node.warm import Forked, Zygote, die_with_parent
 
 VARIABLE = "TORCHELASTIC_USE_AGENT_STORE"  # torch's name: with `True`, rank 0 expects the store, like all others
-PROGRAM = Path(__file__).with_name("tcpstore.py").read_text()  # read now: on a Swarm, jobs can write to this folder
+# Read now: on a Swarm, jobs can write to this folder.
+PROGRAM = Path(__file__).with_name("programs").joinpath("tcpstore.py").read_text()
 BACKLOG = 1024  # connections that wait until the process accepts them
 OWN = 1  # connections of the process to itself
 

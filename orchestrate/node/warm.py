@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from orchestrate.node.checks import Refused
-from orchestrate.node.protocol import parsed, wait_at_most
+from orchestrate.node.messages.checks import Refused
+from orchestrate.node.messages.protocol import parsed, wait_at_most
 
 PADDING = "." * 4096  # reserves space in its command line, which a forked worker overwrites with its own
 IMPORT_TIMEOUT = 300.0  # seconds, at most
@@ -84,7 +84,7 @@ class Zygote:
         reader, writer = os.pipe()
         with child_sock, open(reader, "rb"), open(writer, "wb"):
             descriptor = str(child_sock.fileno())
-            path = str(Path(__file__).with_name("zygote.py"))
+            path = str(Path(__file__).with_name("programs") / "zygote.py")
             self.process = subprocess.Popen(
                 [sys.executable, "-u", path, descriptor, str(os.getpid()), PADDING, *modules],
                 env=_without_cwd(os.environ) | {"PYTHONFAULTHANDLER": "1"},

@@ -18,7 +18,7 @@ from orchestrate.errors import UsageError
 from orchestrate.files.lines import Lines, last
 from orchestrate.files.paths import LOGS, METRICS, log
 from orchestrate.host import records
-from orchestrate.node import checks
+from orchestrate.node.messages import checks
 from orchestrate.pages.curves import Curve, Progress, progress
 from orchestrate.pages.spans import LOST, OTHER, WORKING, Moment, Span, moments, spans
 from orchestrate.plan.plan import Plan, pluralize

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 
 PROGRAM = "/opt/orchestrate/node"  # in the project's image, or the mount point of this package
-PIPE = ("-I", "-S", f"{PROGRAM}/pipe.py")  # arguments for Python
+PIPE = ("-I", "-S", f"{PROGRAM}/programs/pipe.py")  # arguments for Python
 USER = (1000, 1000)  # of the project's image
 # Without HOME and USER, torch's compiler fails for a user that is not in /etc/passwd.
 ACCOUNT = {"HOME": "/tmp", "USER": "node", "TORCHINDUCTOR_CACHE_DIR": "/tmp/inductor"}

@@ -14,7 +14,7 @@ from orchestrate.errors import ResourceError
 from orchestrate.files import typed
 from orchestrate.files.paths import NAME, STDIN, WORK
 from orchestrate.host.cores import shares_near
-from orchestrate.node import checks
+from orchestrate.node.messages import checks
 from orchestrate.node.ranks import assign
 from orchestrate.plan import environment, sagemaker
 from orchestrate.plan.limits import Limits, limits

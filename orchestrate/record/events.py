@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from orchestrate.dataclass import dataclass, field
 from orchestrate.files import typed
-from orchestrate.node import checks
+from orchestrate.node.messages import checks
 from orchestrate.record.outcomes import JOB_OUTCOMES, GenerationResult, Outcome, Use, WorkerExit
 from orchestrate.spec.causes import Reason
 

@@ -240,7 +240,7 @@ def last_lines(text: str, generation: int, count: int, main: bool = False) -> li
     fatal = [i for i, line in enumerate(lines) if line.startswith("Fatal Python error: ")]
     if not fatal:
         return lines[-count:]
-    dump = [line for line in lines[fatal[-1] :] if "/orchestrate/node/zygote.py" not in line]
+    dump = [line for line in lines[fatal[-1] :] if "/orchestrate/node/programs/zygote.py" not in line]
     threads = [i for i, line in enumerate(dump) if line.startswith(("Current thread", "Thread 0x"))]
     current = threads[-1:] if main else [i for i in threads if dump[i].startswith("Current")]
     stack = dump[current[0] :] if current else dump[1:]

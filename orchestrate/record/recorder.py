@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from orchestrate.clock import SYSTEM, Clock
 from orchestrate.files.folder import MAX_FILE, content
-from orchestrate.node import checks
+from orchestrate.node.messages import checks
 from orchestrate.record.events import VERSION, Event, JobEnded, JobResumed, SupervisorStarted, from_line, to_line
 
 E = TypeVar("E", bound=Event)

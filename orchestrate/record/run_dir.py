@@ -20,7 +20,7 @@ from orchestrate.files.folder import content
 from orchestrate.files.paths import JOB
 from orchestrate.host import owners, records, users
 from orchestrate.host.records import Record
-from orchestrate.node import checks
+from orchestrate.node.messages import checks
 from orchestrate.node.trees import clear
 from orchestrate.plan.plan import Plan, read_plan
 from orchestrate.record import lock, recorder, report

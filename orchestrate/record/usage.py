@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from orchestrate.files.folder import content
 from orchestrate.host import records
-from orchestrate.node import checks
+from orchestrate.node.messages import checks
 from orchestrate.record.outcomes import Activity
 from orchestrate.record.paths import JobPaths
 

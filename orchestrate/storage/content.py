@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import BinaryIO
 
 from orchestrate.files.folder import Folder
-from orchestrate.node.checks import shown
+from orchestrate.node.messages.checks import shown
 from orchestrate.storage.parallel import Stopped
 from orchestrate.storage.scan import GONE, Facts
 

@@ -20,7 +20,7 @@ from orchestrate.dataclass import dataclass
 from orchestrate.errors import StorageError
 from orchestrate.files.folder import MAX_DEPTH
 from orchestrate.files.typed import decode, encode
-from orchestrate.node import checks
+from orchestrate.node.messages import checks
 from orchestrate.node.trees import hidden
 from orchestrate.storage.base import Store
 from orchestrate.storage.scan import MAX_FILES, MAX_PATH, MAX_SIZE, MAX_TIME

@@ -19,7 +19,7 @@ from typing import Any
 from orchestrate.dataclass import dataclass, replace
 from orchestrate.errors import StorageConflict, StorageError
 from orchestrate.files.folder import Folder
-from orchestrate.node.checks import shown
+from orchestrate.node.messages.checks import shown
 from orchestrate.storage import manifest as manifests
 from orchestrate.storage.base import PART, Store
 from orchestrate.storage.content import Changed, Content, Progress, Unreadable

@@ -7,7 +7,7 @@ from functools import partial
 
 from orchestrate.errors import StorageError, StorageLost
 from orchestrate.files.folder import Folder
-from orchestrate.node.checks import shown
+from orchestrate.node.messages.checks import shown
 from orchestrate.node.ranks import FENCE
 from orchestrate.storage.base import PART, Store
 from orchestrate.storage.content import Content, Progress

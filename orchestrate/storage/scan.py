@@ -10,7 +10,7 @@ import sys
 from orchestrate.dataclass import dataclass, field
 from orchestrate.errors import StorageError
 from orchestrate.files.folder import MAX_DEPTH, Folder
-from orchestrate.node.checks import shown
+from orchestrate.node.messages.checks import shown
 from orchestrate.node.trees import hidden
 
 MAX_FILES = 100_000  # entries of a tree: its manifest is then about 40 MB

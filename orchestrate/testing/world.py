@@ -18,7 +18,7 @@ from orchestrate.api.function import Program
 from orchestrate.api.job import Cluster, Job, JobFailed
 from orchestrate.errors import OrchestrateError
 from orchestrate.files.paths import WORK, log
-from orchestrate.node import checks
+from orchestrate.node.messages import checks
 from orchestrate.plan import imports
 from orchestrate.record import run_dir
 from orchestrate.record.events import WorkerEnded

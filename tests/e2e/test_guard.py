@@ -153,7 +153,7 @@ def test_nodes_of_a_cluster_must_be_filtered_once_for_all_jobs(cli, around, reac
 
 REMOVE_FILTER = """
 import sys
-sys.path.insert(0, "/opt/orchestrate/node")
+sys.path.insert(0, "/opt/orchestrate/node/programs")
 import guard
 head, table = guard.struct.pack("=BBH", guard.IPV4, 0, 0), guard.text(1, guard.NAME)
 guard.send(guard.NETFILTER, [
@@ -210,7 +210,7 @@ def test_users_of_this_machine_must_reach_a_node_only_with_host_access(guarded_n
 def hanging(cli):
     """A job with one node, and its helper container, which hangs until it is killed."""
     (cli.folder / "hang.py").write_text("import signal\nsignal.pause()\n")
-    patch = f"from orchestrate.node import guard\nguard.__file__ = '{cli.folder}/hang.py'\n"
+    patch = f"from orchestrate.node.programs import guard\nguard.__file__ = '{cli.folder}/hang.py'\n"
     (cli.folder / "patch").mkdir()
     (cli.folder / "patch" / "sitecustomize.py").write_text(patch)
     cli.env["PYTHONPATH"] = f"{cli.folder}/patch:{cli.env['PYTHONPATH']}"

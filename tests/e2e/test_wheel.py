@@ -78,7 +78,7 @@ def test_a_wheel_must_contain_the_files_of_compose_and_docker_and_only_the_packa
         assert (ROOT / name.removeprefix("orchestrate/project/")).read_bytes() == content
     compose = yaml.safe_load(shipped["orchestrate/project/docker-compose.yml"])
     assert compose["x-build"]["context"] == "."
-    for path in (*ROOT.glob("orchestrate/node/*.py"), *ROOT.glob("app/*.py"), ROOT / "requirements.lock"):
+    for path in (*ROOT.glob("orchestrate/node/**/*.py"), *ROOT.glob("app/*.py"), ROOT / "requirements.lock"):
         assert f"orchestrate/project/{path.relative_to(ROOT)}" in shipped
 
 

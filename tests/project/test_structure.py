@@ -5,6 +5,7 @@ import graphlib
 import importlib
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterator
 
 from support.optional import not_none
@@ -40,7 +41,7 @@ def forbidden(path) -> set[str]:
     tops = {name.split(".")[0] for name in names}
     if where.startswith("app/"):
         return tops & {"orchestrate", "docker"}
-    host = "orchestrate/node/tcpstore.py"  # runs like a worker
+    host = "orchestrate/node/programs/tcpstore.py"  # runs like a worker
     allowed = {
         "rich": DRAWING,
         "obstore": ["orchestrate/storage/remote.py"],
@@ -55,6 +56,8 @@ def forbidden(path) -> set[str]:
     if where.startswith("orchestrate/node/") and where != host:
         others = {name.split(".")[0] for name in names if not name.startswith("orchestrate.node")}
         found |= others - sys.stdlib_module_names
+    if where.startswith("orchestrate/node/programs/"):
+        found |= tops & {"orchestrate"}
     return found
 
 
@@ -195,3 +198,11 @@ def test_tests_of_jobs_that_do_not_always_run_must_be_listed():
                 named.add(node.name)
     table = text[text.index("Only `make test-all` runs") : text.index("Other tests, and other test runs")]
     assert named == {*re.findall(r"`(test_\w+)`", table)}
+
+
+def test_a_folder_must_have_at_most_twenty_modules():
+    """Except that of commands, each of which is a module."""
+    folders = [
+        path.parent for path in FILES if path.name != "__init__.py" and path.is_relative_to(ROOT / "orchestrate")
+    ]
+    assert {folder.name for folder, count in Counter(folders).items() if count > 20} <= {"commands"}

@@ -12,20 +12,21 @@ from typing import Any
 
 import pytest
 
-from orchestrate.node.auth import Signer
+from orchestrate.node.messages.auth import Signer
 from support.ends import KEY
 from support.optional import not_none
 from support.repo import ROOT
 from support.waiting import eventually
 
 NODE = str(ROOT / "orchestrate" / "node")
-PIPE = str(ROOT / "orchestrate" / "node" / "pipe.py")
+PIPE = str(ROOT / "orchestrate" / "node" / "programs" / "pipe.py")
 PRELOAD = "colorsys"  # a module that nothing else imports: if it is already imported, the worker was forked
 IS_FORKED = f"import sys\nprint('{PRELOAD}' in sys.modules)"
 BEFORE = f"""
 import runpy, sys
 sys.path.insert(0, {str(ROOT)!r})
-from orchestrate.node import channel, lease, loop, warm, worker
+from orchestrate.node.messages import channel
+from orchestrate.node import lease, loop, warm, worker
 {{before}}
 runpy.run_path({NODE!r}, run_name="__main__")
 """

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrate.engines.connection import NodeConnection
-from orchestrate.node.auth import Signer
+from orchestrate.node.messages.auth import Signer
 
 KEY = bytes(range(32))
 

@@ -5,7 +5,7 @@ import socket
 from orchestrate.clock import SYSTEM
 from orchestrate.engines.connection import NodeConnection
 from orchestrate.engines.node_clients import NodeClients
-from orchestrate.node import protocol
+from orchestrate.node.messages import protocol
 from orchestrate.plan.plan import Plan, WorkerPlan
 from orchestrate.spec.spec import JobSpec
 from support.ends import KEY, End, greeted

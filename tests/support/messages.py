@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from orchestrate.node import protocol
+from orchestrate.node.messages import protocol
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     "started": {"generation": 0, "rank": 0, "pid": 7},

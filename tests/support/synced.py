@@ -11,8 +11,8 @@ from typing import Any
 from orchestrate.clock import SYSTEM, Clock
 from orchestrate.engines.swarm.sync import FileSync
 from orchestrate.errors import EngineError
-from orchestrate.node import protocol
 from orchestrate.node.files import PIECE
+from orchestrate.node.messages import protocol
 from support.waiting import eventually
 
 

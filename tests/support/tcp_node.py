@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from orchestrate.engines.connection import NodeConnection
 from orchestrate.engines.ports import free_port
-from orchestrate.node import protocol
+from orchestrate.node.messages import protocol
 from support.ends import KEY
 from support.repo import ROOT
 from support.waiting import eventually

@@ -7,7 +7,7 @@ import tarfile
 from pathlib import Path
 
 from orchestrate.node.files import PIECE, Files
-from orchestrate.node.protocol import Uploaded
+from orchestrate.node.messages.protocol import Uploaded
 
 
 def packed(**files: str) -> bytes:

@@ -18,7 +18,7 @@ from orchestrate.engines.connection import NodeConnection
 from orchestrate.errors import OrchestrateError, UsageError
 from orchestrate.files.lines import Lines
 from orchestrate.host import records
-from orchestrate.node import protocol
+from orchestrate.node.messages import protocol
 from orchestrate.plan.plan import read_plan
 from orchestrate.record import events, report, run_dir
 from orchestrate.record.events import to_line

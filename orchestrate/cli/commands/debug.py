@@ -25,7 +25,7 @@ def run(args: Args) -> int:
     paths = find.paths_of(args)
     _, plan = run_dir.load(paths)
     folder = Path(container.PROGRAM) if plan.contained else Path(PACKAGE, "node")
-    command = [plan.placement.python, "-I", str(folder / "debugger.py"), plan.job_id, str(args.rank)]
+    command = [plan.placement.python, "-I", str(folder / "programs" / "debugger.py"), plan.job_id, str(args.rank)]
     args.node = None
     with debugging.held(paths):  # without a terminal in a container, which would outlive this one
         return execution.beside(args, command, terminal=False)

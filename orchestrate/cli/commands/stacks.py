@@ -14,7 +14,7 @@ from orchestrate.cli.parser import Parser
 from orchestrate.clock import Clock
 from orchestrate.errors import OrchestrateError, UsageError
 from orchestrate.files.paths import WORK
-from orchestrate.node import protocol
+from orchestrate.node.messages import protocol
 from orchestrate.record import lock, run_dir, stacks
 from orchestrate.record.outcomes import Stack
 from orchestrate.record.paths import JobPaths

@@ -1,7 +1,7 @@
 """Packet filter that keeps nodes from this machine's ports and the metadata service, and others from the nodes.
 
-Nodes have no capabilities, so a helper container in a node's network namespace sets up the filter (`node/guard.py`).
-Helpers run while nodes import torch; workers start only after they have ended.
+Nodes have no capabilities, so a helper container in a node's network namespace sets up the filter, with
+`node/programs/guard.py`. Helpers run while nodes import torch; workers start only after they have ended.
 A helper has a capability and its result is trusted, so it runs in the project's image, never in the job's.
 """
 
@@ -22,7 +22,7 @@ from docker.models.containers import Container
 from orchestrate.engines.docker import helper_containers, labels
 from orchestrate.engines.docker.client import ERRORS, Daemon
 from orchestrate.errors import EngineError
-from orchestrate.node import guard as program
+from orchestrate.node.programs import guard as program
 from orchestrate.spec.spec import JobSpec
 
 HELPER_TIMEOUT = 30  # seconds for a helper to finish

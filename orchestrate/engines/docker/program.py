@@ -21,7 +21,7 @@ def files() -> list[Path]:
 
     With `__init__.py`, so that an `orchestrate` that the image has installed is not taken for this one.
     """
-    return [PACKAGE / "__init__.py", *sorted(NODE.glob("*.py"))]
+    return [PACKAGE / "__init__.py", *sorted(NODE.rglob("*.py"))]
 
 
 def folder(spec: JobSpec) -> Path:
@@ -30,7 +30,7 @@ def folder(spec: JobSpec) -> Path:
     That is so if root has installed it with the umask 077. Raises EngineError if the copy cannot be made.
     """
     user = users.nodes_of(spec.user)
-    if not user or all(users.can_read(path, *user) for path in (PACKAGE, NODE, *files())):
+    if not user or all(users.can_read(path, *user) for file in files() for path in (file.parent, file)):
         return PACKAGE
     try:
         return _copied()

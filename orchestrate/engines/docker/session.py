@@ -25,7 +25,7 @@ from orchestrate.engines.docker.volumes import WIPED, volumes
 from orchestrate.engines.node_clients import NODE_EXIT_TIMEOUT, NodeClients
 from orchestrate.errors import EngineError, EngineLost
 from orchestrate.files.paths import PACKAGE, PROJECT
-from orchestrate.node import protocol
+from orchestrate.node.messages import protocol
 from orchestrate.plan.container import PIPE
 from orchestrate.plan.plan import Plan, WorkerPlan
 from orchestrate.record.outcomes import WorkerExit

@@ -26,8 +26,8 @@ from orchestrate.errors import AllocationLost, EngineError
 from orchestrate.files.folder import regular, replacing_links
 from orchestrate.files.paths import NODE
 from orchestrate.host import records, slurm
-from orchestrate.node import protocol
 from orchestrate.node.lease import relay
+from orchestrate.node.messages import protocol
 from orchestrate.plan.container import UNBUFFERED
 from orchestrate.plan.plan import Plan, WorkerPlan
 from orchestrate.record.outcomes import TERMINATED_EXIT_CODE, WorkerExit

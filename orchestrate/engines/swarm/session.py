@@ -28,7 +28,7 @@ from orchestrate.errors import EngineError
 from orchestrate.files.folder import Folder
 from orchestrate.files.paths import log
 from orchestrate.host import records
-from orchestrate.node import protocol
+from orchestrate.node.messages import protocol
 from orchestrate.node.trees import opened
 from orchestrate.plan import container
 from orchestrate.plan.plan import Plan, WorkerPlan

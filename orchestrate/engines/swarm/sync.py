@@ -28,9 +28,9 @@ from orchestrate.engines.swarm.owners import MAX_FILES, Owners
 from orchestrate.errors import EngineError
 from orchestrate.files.folder import MAX_DEPTH, MAX_ENTRIES, Folder
 from orchestrate.host import records
-from orchestrate.node import protocol
-from orchestrate.node.checks import shown
 from orchestrate.node.files import LOGS, Facts, real_folder
+from orchestrate.node.messages import protocol
+from orchestrate.node.messages.checks import shown
 from orchestrate.node.ranks import FENCE
 from orchestrate.node.trees import hidden, opened
 from orchestrate.plan.plan import pluralize

@@ -25,8 +25,8 @@ from orchestrate.files.paths import is_run
 from orchestrate.files.work import VENV
 from orchestrate.host import records
 from orchestrate.host.mountinfo import paths
-from orchestrate.node import protocol
 from orchestrate.node.files import LOGS, PIECE, digest
+from orchestrate.node.messages import protocol
 from orchestrate.node.trees import data, hidden
 
 MAX_CODE = 256 << 20  # bytes

@@ -21,7 +21,8 @@ from support.processes import descendants, gone
 from support.tcp_node import Node
 from support.waiting import eventually
 
-from orchestrate.node import agent, protocol, worker
+from orchestrate.node import agent, worker
+from orchestrate.node.messages import protocol
 from orchestrate.node.warm import Forked
 
 PAUSES = "import os, signal\nprint(os.getpid())\nsignal.pause()"

@@ -21,7 +21,7 @@ def test_a_command_of_before_that_fails_must_run_once_in_a_generation(waiting, p
 
 def test_a_command_of_before_that_fails_must_be_reported_at_once(tmp_path):
     """Also if nothing else happens in the node: the command's output has ended before, and no timer is due."""
-    node = Waiting(tmp_path, before="from orchestrate.node import listener; listener.PROOF_TIMEOUT = 1e6")
+    node = Waiting(tmp_path, before="from orchestrate.node.messages import listener; listener.PROOF_TIMEOUT = 1e6")
     os.mkfifo(tmp_path / "go")
     command = ["sh", "-c", "exec >/dev/null 2>&1; read line < go; exit 7"]
     node.pipe.ask("start", command=["x.py"], env={"RANK": "0"}, inherit=True, cwd=None, before=command)

@@ -12,7 +12,7 @@ from support.agents import IS_FORKED, PRELOAD, Waiting
 from support.processes import descendants, gone
 from support.waiting import eventually
 
-from orchestrate.node import zygote
+from orchestrate.node.programs import zygote
 from orchestrate.node.warm import Zygote
 
 

@@ -43,7 +43,7 @@ def test_a_preloaded_module_that_asks_torch_for_gpus_must_not_prevent_forking(tm
 
 USE_CUDA = """
 import os, sys
-from orchestrate.node import zygote
+from orchestrate.node.programs import zygote
 import torch
 zygote.DEVICES, zygote.UNIFIED = (sys.argv[1],), os.path.realpath(__import__("torch").__file__)
 if sys.argv[2] == "opens":

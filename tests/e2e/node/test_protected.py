@@ -118,7 +118,7 @@ def container(docker_engine, tmp_path):
 def test_a_worker_in_a_container_must_not_access_the_memory_of_process_1(container, tmp_path, preload):
     (tmp_path / "0.py").write_text(PROBE)
     name = container(NODE_MODE="agent", NODE_KEY=KEY.hex(), NODE_PRELOAD=preload, JOB_DIR="/tmp/job")
-    command = ["docker", "exec", "-i", name, "python", "-I", "-S", "/opt/orchestrate/node/pipe.py"]
+    command = ["docker", "exec", "-i", name, "python", "-I", "-S", "/opt/orchestrate/node/programs/pipe.py"]
     pipe = Pipe(dict(os.environ), command)
     pipe.ask("start", command=["/workspace/0.py"], env={"RANK": "0"}, inherit=True, cwd=None)
     assert pipe.until("ended")["code"] == 0

@@ -12,7 +12,7 @@ from support.ends import End
 from support.tcp_node import Node
 from support.waiting import eventually
 
-from orchestrate.node import protocol
+from orchestrate.node.messages import protocol
 
 START = {"ask": "start", "command": ["x.py"], "env": {"RANK": "0"}, "inherit": False, "cwd": None}
 UPLOAD = {"ask": "upload", "folder": "/nowhere", "data": "", "offset": 0, "tag": ""}

@@ -18,8 +18,8 @@ from orchestrate.engines.swarm.last_lines import rescued
 from orchestrate.engines.swarm.sync import FileSync
 from orchestrate.engines.swarm.upload import packed, send_archive, written_files
 from orchestrate.errors import EngineError
-from orchestrate.node import protocol
 from orchestrate.node.files import PIECE
+from orchestrate.node.messages import protocol
 
 LONG = "\N{CJK UNIFIED IDEOGRAPH-4E00}" * 85  # a name of 255 bytes
 

@@ -174,7 +174,8 @@ def test_nodes_must_not_run_as_the_owner_of_a_link_target(tmp_path, victim):
 @pytest.mark.parametrize("name", ["plan.json", "events.jsonl", "times.jsonl"])
 def test_files_with_many_values_must_not_be_parsed(do: Commands, paths, monkeypatch, name):
     """Parsed, they would take twenty-five times their size."""
-    monkeypatch.setattr("orchestrate.node.checks.MAX_VALUES", 50_000)  # of which a plan may have five times as many
+    few = 50_000  # of which a plan may have five times as many
+    monkeypatch.setattr("orchestrate.node.messages.checks.MAX_VALUES", few)
     end(paths)
     records.forget(paths.root)
     many, parts = "[]," * 400_000, [range(start, start + 20_000) for start in range(0, 60_000, 20_000)]

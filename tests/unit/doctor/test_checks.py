@@ -23,8 +23,8 @@ from orchestrate.engines.swarm.engine import SwarmEngine
 from orchestrate.engines.swarm.session import SwarmSession
 from orchestrate.errors import EngineError
 from orchestrate.host import records, users
-from orchestrate.node import protocol
 from orchestrate.node.files import PIECE
+from orchestrate.node.messages import protocol
 from orchestrate.plan.plan import Plan
 from orchestrate.spec.spec import JobSpec
 

@@ -12,7 +12,7 @@ from support.messages import message
 from support.scripted import Clock
 
 from orchestrate.engines.base import Stop
-from orchestrate.node import protocol
+from orchestrate.node.messages import protocol
 from orchestrate.record.outcomes import Activity, Use
 from orchestrate.spec.spec import JobSpec
 

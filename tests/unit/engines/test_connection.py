@@ -28,8 +28,9 @@ from orchestrate.engines.docker.client import Frames
 from orchestrate.engines.ports import free_port, port
 from orchestrate.engines.sockets import connect
 from orchestrate.errors import EngineError
-from orchestrate.node import pipe, protocol
-from orchestrate.node.auth import Signer
+from orchestrate.node.messages import protocol
+from orchestrate.node.messages.auth import Signer
+from orchestrate.node.programs import pipe
 
 MESSAGES = [message("status"), message("refused", error="ä" * 300)]
 LINES = b"".join(protocol.encode(one) + b"\n" for one in MESSAGES)

@@ -16,9 +16,9 @@ from support.ends import KEY
 from support.loops import ManualLoop
 from support.uploads import packed, put
 
-from orchestrate.node import protocol
 from orchestrate.node.agent import Agent
-from orchestrate.node.checks import Refused
+from orchestrate.node.messages import protocol
+from orchestrate.node.messages.checks import Refused
 from orchestrate.node.worker import Worker
 
 

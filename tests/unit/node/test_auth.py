@@ -7,7 +7,7 @@ import sys
 import pytest
 from support.agents import NODE, PRELOAD, Waiting
 
-from orchestrate.node.auth import Signer
+from orchestrate.node.messages.auth import Signer
 
 
 def pair(key: bytes = b"key", other: bytes = b"key") -> tuple[Signer, Signer]:

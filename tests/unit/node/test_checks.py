@@ -2,7 +2,7 @@
 
 import pytest
 
-from orchestrate.node import checks
+from orchestrate.node.messages import checks
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from support.uploads import sparse
 
-from orchestrate.node import protocol
 from orchestrate.node.files import PIECE, Files, digest
+from orchestrate.node.messages import protocol
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 from support.namespaces import Space, possible
 
 from orchestrate.engines.docker import guard
-from orchestrate.node import guard as program
+from orchestrate.node.programs import guard as program
 
 PORT, DNS = 4000, 53
 TRY = """

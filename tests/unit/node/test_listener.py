@@ -18,10 +18,10 @@ from support.tcp_node import Node
 from support.waiting import eventually
 
 from orchestrate.engines.connection import NodeConnection
-from orchestrate.node import listener, protocol
-from orchestrate.node.auth import Signer
-from orchestrate.node.listener import MAX_CLIENTS, Listener, serve
 from orchestrate.node.loop import Loop
+from orchestrate.node.messages import listener, protocol
+from orchestrate.node.messages.auth import Signer
+from orchestrate.node.messages.listener import MAX_CLIENTS, Listener, serve
 
 REQUEST = b'{"ask": "status"}\n'
 

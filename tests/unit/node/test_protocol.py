@@ -7,7 +7,7 @@ import os
 import pytest
 from support.messages import DEFAULTS, encoded, fields, message
 
-from orchestrate.node.protocol import REPORTS, encode, reason, report
+from orchestrate.node.messages.protocol import REPORTS, encode, reason, report
 
 USE = {
     "exchanged": 7,

@@ -200,7 +200,7 @@ Thread 0x02 (most recent call first):
 Current thread 0x01 (most recent call first):
   File "/w/train.py", line 3 in innermost
   File "/w/train.py", line 9 in outer
-  File "/opt/orchestrate/node/zygote.py", line 7 in fork
+  File "/opt/orchestrate/node/programs/zygote.py", line 7 in fork
 
 Extension modules: numpy, torch (total: 2)"""
 

@@ -23,8 +23,8 @@ from orchestrate.engines.docker import client as daemon_module
 from orchestrate.engines.docker.client import Daemon, name_of, reason
 from orchestrate.errors import EngineError, EngineLost, ResourceError
 from orchestrate.files.paths import PROJECT
-from orchestrate.node import protocol
-from orchestrate.node.auth import Signer
+from orchestrate.node.messages import protocol
+from orchestrate.node.messages.auth import Signer
 from orchestrate.spec.spec import JobSpec
 
 

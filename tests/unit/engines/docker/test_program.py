@@ -38,7 +38,7 @@ def test_a_program_that_nodes_can_read_must_not_be_copied(installed, tmp_path):
     assert not (tmp_path / "cache").exists()
 
 
-@pytest.mark.parametrize("closed", [".", "node", "node/agent.py", "__init__.py"])
+@pytest.mark.parametrize("closed", [".", "node", "node/agent.py", "node/programs", "__init__.py"])
 def test_nodes_must_get_a_copy_of_a_program_that_they_cannot_read(installed, closed):
     (installed / closed).chmod(0o700)
     copy = program.folder(JobSpec())

@@ -337,7 +337,7 @@ def test_a_node_must_be_reached_through_the_engine_if_its_socket_cannot_be_used(
     execs = [asked for asked in job.answers.requests() if asked.endswith("/exec")]
     assert sorted(execs) == [request(node, "exec") for node in nodes]
     command = job.answers.query_of(execs[0])[1]["Cmd"]
-    assert command[:3] == ["python", "-I", "-S"] and command[-1].endswith("node/pipe.py")
+    assert command[:3] == ["python", "-I", "-S"] and command[-1].endswith("node/programs/pipe.py")
 
 
 @pytest.mark.parametrize(("state", "lost"), [("paused", False), ("exited", True), ("", True)])

@@ -159,7 +159,7 @@ def test_the_volumes_of_an_image_must_be_emptied_between_jobs():
 
 def test_the_program_of_a_node_must_be_complete():
     with tarfile.open(fileobj=io.BytesIO(service_spec.program())) as archive:
-        names = {f"orchestrate/node/{path.name}" for path in NODE.glob("*.py")}
+        names = {f"orchestrate/node/{path.relative_to(NODE)}" for path in NODE.rglob("*.py")}
         assert {*archive.getnames()} == {"orchestrate/__init__.py", *names}
 
 

@@ -24,7 +24,7 @@ from orchestrate.engines.swarm.session import SwarmSession
 from orchestrate.engines.swarm.upload import on_each, packed
 from orchestrate.errors import ResourceError, UsageError
 from orchestrate.host import records
-from orchestrate.node import protocol
+from orchestrate.node.messages import protocol
 from orchestrate.spec.spec import IMAGE, JobSpec
 
 

@@ -14,8 +14,8 @@ from support.waiting import eventually
 
 from orchestrate.engines.swarm import sync as sync_module
 from orchestrate.engines.swarm.sync import OWN
-from orchestrate.node import protocol
 from orchestrate.node.files import PIECE
+from orchestrate.node.messages import protocol
 from orchestrate.record.paths import JobPaths
 
 

@@ -15,7 +15,7 @@ from support.waiting import eventually
 
 from orchestrate.engines.connection import NodeConnection
 from orchestrate.engines.swarm.sync import FileSync
-from orchestrate.node.auth import Signer
+from orchestrate.node.messages.auth import Signer
 from orchestrate.record.paths import JobPaths
 
 

@@ -15,7 +15,7 @@ from orchestrate.engines.swarm import owners
 from orchestrate.engines.swarm import sync as sync_module
 from orchestrate.engines.swarm.sync import STALL_BYTES, STALL_SECONDS, FileSync
 from orchestrate.errors import EngineError
-from orchestrate.node import protocol
+from orchestrate.node.messages import protocol
 
 
 class Trickle(FakeNode):

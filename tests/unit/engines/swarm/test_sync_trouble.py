@@ -16,8 +16,8 @@ from orchestrate.engines.swarm import sync as sync_module
 from orchestrate.engines.swarm.sync import FileSync
 from orchestrate.errors import EngineError
 from orchestrate.files.folder import MAX_DEPTH, Folder
-from orchestrate.node import protocol
 from orchestrate.node.files import PIECE
+from orchestrate.node.messages import protocol
 
 
 def test_a_file_that_cannot_be_read_must_be_retried_only_after_a_while_or_a_change(folder, synced):

@@ -24,8 +24,8 @@ from orchestrate.engines.swarm.sync import OWN
 from orchestrate.engines.swarm.upload import code_files, on_each, packed, send_archive, written_files
 from orchestrate.errors import ResourceError, UsageError
 from orchestrate.files.folder import ROOT
-from orchestrate.node import protocol
 from orchestrate.node.files import PIECE, Files, digest
+from orchestrate.node.messages import protocol
 
 
 def test_code_must_be_sent_without_ignored_files(tmp_path):

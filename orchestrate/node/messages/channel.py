@@ -8,10 +8,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from orchestrate.node.auth import Signer
-from orchestrate.node.checks import Refused
 from orchestrate.node.loop import Loop
-from orchestrate.node.protocol import MAX_GREETING, SEND_TIMEOUT, Refusal, encode, parsed, wait_at_most
+from orchestrate.node.messages.auth import Signer
+from orchestrate.node.messages.checks import Refused
+from orchestrate.node.messages.protocol import MAX_GREETING, SEND_TIMEOUT, Refusal, encode, parsed, wait_at_most
 
 MAX_MESSAGE = 1 << 20  # bytes
 

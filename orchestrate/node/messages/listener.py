@@ -8,9 +8,9 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
-from orchestrate.node.auth import Signer
-from orchestrate.node.channel import Channel
 from orchestrate.node.loop import Loop
+from orchestrate.node.messages.auth import Signer
+from orchestrate.node.messages.channel import Channel
 
 MAX_CLIENTS = 64  # connections at a time
 BACKLOG = 128  # connections that may wait to be accepted

@@ -17,9 +17,9 @@ import struct
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, NamedTuple
 
-from orchestrate.node import checks
-from orchestrate.node.checks import Check, Refused, shown, up_to
 from orchestrate.node.command import LAUNCHERS, named
+from orchestrate.node.messages import checks
+from orchestrate.node.messages.checks import Check, Refused, shown, up_to
 
 MAX_GREETING = 1 << 7  # bytes of each line at the start of a signed connection
 SEND_TIMEOUT = 5.0  # seconds after which a node closes a connection whose peer does not read
