@@ -69,11 +69,10 @@ trainer = L.Trainer(
     logger=False,
     use_distributed_sampler=True,
 )
-last = checkpoints / "last.ckpt"
-resume = last if "JOB_DIR" in os.environ and last.exists() else None  # alone, each run starts anew
-if resume:
-    print(f"resuming from {last}", flush=True)
+saved = "JOB_DIR" in os.environ and any(checkpoints.glob("last*.ckpt"))  # alone, each run starts anew
+if saved:
+    print(f"resuming from the last of {checkpoints}", flush=True)
 module = Regression()
-trainer.fit(module, DataLoader(dataset(), batch_size=32, shuffle=True), ckpt_path=resume)
+trainer.fit(module, DataLoader(dataset(), batch_size=32, shuffle=True), ckpt_path="last" if saved else None)
 weights = digest(module.net.state_dict())
 print(f"rank {trainer.global_rank} of {trainer.world_size}: {trainer.global_step} steps, weights {weights}", flush=True)

@@ -56,7 +56,13 @@ def _resume(paths: JobPaths, wait: bool) -> Prepared:
     engine.prepare(spec, paths.shared)
     with contextlib.ExitStack() as claim:
         inventory, placement = queue.site(engine, spec, paths, claim.enter_context(claims.Ticket(name)))
-        placement = dataclasses.replace(placement, revision=worktree.revision(code_folder(spec.command))())
+        own, before = placement.job_dir, last.placement.job_dir
+        placement = dataclasses.replace(
+            placement,
+            revision=worktree.revision(code_folder(spec.command))(),
+            # As on the cluster where the job has run: libraries keep this path in checkpoints.
+            job_dir=before if Path(before).is_relative_to(own) else own,
+        )
         wanted = _reopen(paths, spec, inventory, placement)
         return Prepared(spec, wanted, paths, engine, claim=claim.pop_all())
 

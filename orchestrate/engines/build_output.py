@@ -14,7 +14,7 @@ import subprocess
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from orchestrate.console import phase, print_message, progress
 from orchestrate.errors import ResourceError
@@ -54,10 +54,10 @@ def essence(output: str) -> str:
     return "\n".join(lines) or output
 
 
-def follow(process: subprocess.Popen[str]) -> deque[str]:
+def follow(process: subprocess.Popen[str], hide: Callable[[str], str]) -> deque[str]:
     """Read the output of a command, the leader of a process group, showing the current line; return the last lines.
 
-    Ctrl-C ends the group. Raises ResourceError if the command does not end in time.
+    `hide` masks secrets in each line. Ctrl-C ends the group. Raises ResourceError if the command does not end in time.
     """
     last: deque[str] = deque(maxlen=SHOWN_LINES)
     internal: set[str] = set()
@@ -71,7 +71,7 @@ def follow(process: subprocess.Popen[str]) -> deque[str]:
     timer.daemon = True
     timer.start()
     try:
-        for line in _lines(process):
+        for line in map(hide, _lines(process)):
             log.debug("%s", line.rstrip())
             step, text = STEP.match(line), STEP.sub("", line).strip()
             if step and text.startswith(INTERNAL):

@@ -15,6 +15,7 @@ import site
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Callable
 from pathlib import Path
 
 from orchestrate.console import print_message
@@ -84,10 +85,10 @@ def _install(folder: Path, interpreter: Path, lines: list[str]) -> None:
         "--requirement",
         str(listed),
     ]
-    _run(command, "install the packages", "check the names and versions")
+    _run(command, "install the packages", "check the names and versions", requirements.mask(lines))
 
 
-def _run(command: list[str], what: str, hint: str) -> None:
+def _run(command: list[str], what: str, hint: str, hide: Callable[[str], str] = str) -> None:
     """Run a command; raises ResourceError if it fails, and prints its output only then."""
     env = {name: value for name, value in os.environ.items() if name not in ELSEWHERE}
     with subprocess.Popen(
@@ -100,7 +101,7 @@ def _run(command: list[str], what: str, hint: str) -> None:
         errors="replace",
         start_new_session=True,
     ) as process:
-        last = follow(process)
+        last = follow(process, hide)
     if process.returncode:
         print_message("\n".join(last))
         raise ResourceError(f"could not {what}: see the output above", hint)

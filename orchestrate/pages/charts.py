@@ -16,6 +16,7 @@ from orchestrate.pages.curves import Curve
 COLORS = 6  # that the page defines, as --color-0 and so on
 # For its plugins, pygal adds a finder of a kind that Python 3.11 warns about at every import.
 sys.meta_path[:] = [finder for finder in sys.meta_path if type(finder).__module__ != pygal.__name__]
+LARGEST = 1e15
 SMALLEST, CLOSEST = 1e-30, 1e-9  # a smaller number is drawn as 0; the least difference, as a part of the largest number
 pygal.etree.etree.to_etree()  # it prefers lxml, if that is installed
 STYLE = Style(
@@ -90,10 +91,15 @@ def lines(curves: Mapping[str, Curve], axis: str = "step") -> str:
 
 
 def _spread(values: Sequence[float]) -> Iterator[float]:
-    """Yield values, or the first one for all if they are too close together: pygal would look for labels forever."""
+    """Yield values, or the first one for all if they are too close together: pygal would look for labels forever.
+
+    That one is at most LARGEST, which differs from its neighbors.
+    """
     values = [value if abs(value) > SMALLEST else 0.0 for value in values]
     largest = max(map(abs, values))
-    return iter(values if max(values) - min(values) > CLOSEST * largest else [values[0]] * len(values))
+    if max(values) - min(values) > CLOSEST * largest:
+        return iter(values)
+    return iter([max(-LARGEST, min(values[0], LARGEST))] * len(values))
 
 
 def _short(value: float) -> str:

@@ -26,6 +26,7 @@ MAX_OUTPUT = 1 << 20  # bytes
 QUICK = 5.0  # seconds; a huge repository must not delay the job
 # With a limit of memory, in KiB: to compare a file of empty lines takes 26 times its size.
 PARTS = ("objects", "refs", "HEAD", "packed-refs", "config")  # of `.git`
+NAMING = ("commondir", "objects/info/alternates")  # files that name another repository
 MAX_LOOKED_AT = 1_000_000  # entries of the folders in `.git`
 LIMITED = ("sh", "-c", 'ulimit -v 2097152; exec "$@"', "sh")
 
@@ -106,15 +107,14 @@ def environment() -> dict[str, str]:
     return kept | {"GIT_NO_LAZY_FETCH": "1"}
 
 
-def is_its_own(tree: Path, env: dict[str, str], whole: bool = False) -> bool:
+def is_its_own(tree: Path, env: dict[str, str]) -> bool:
     """Whether the repository of a working tree names that tree: `.git` may have come with a project, and name any.
 
-    That of a linked working tree has a file with the path of `.git`, and that of a submodule a setting. `whole` looks
-    at all of its files.
+    That of a linked working tree has a file with the path of `.git`, and that of a submodule a setting.
     """
     git = tree / ".git"
     if git.is_symlink() or git.is_dir():
-        return not git.is_symlink() and not leads_elsewhere(git, whole)
+        return not git.is_symlink() and not leads_elsewhere(git)
     there = Path(os.fsdecode(output(["rev-parse", "--absolute-git-dir"], tree, env)).rstrip("\n"))
     found = []
     with contextlib.suppress(OSError):
@@ -126,22 +126,23 @@ def is_its_own(tree: Path, env: dict[str, str], whole: bool = False) -> bool:
     with contextlib.suppress(OSError):  # of a linked working tree, whose own folder is in the repository
         shared = (there / content(there / "commondir").rstrip("\n")).resolve()
         found = [path for path in found if there.resolve().parent == shared / "worktrees"]
-    return tree.resolve() in [path.resolve() for path in found] and not leads_elsewhere(shared, whole)
+    return tree.resolve() in [path.resolve() for path in found] and not leads_elsewhere(shared)
 
 
-def leads_elsewhere(git: Path, whole: bool = False) -> bool:
+def leads_elsewhere(git: Path) -> bool:
     """Whether a repository, given by its `.git`, has parts of another one: by a file that names it, or by links.
 
-    `whole` looks at all of its files, and not only at those with many objects; too many count as another one's.
+    Too many files count as another one's; raises OSError if they cannot be listed.
     """
-    if os.path.lexists(git / "commondir") or any((git / name).is_symlink() for name in PARTS):
+    if any(os.path.lexists(git / name) for name in NAMING) or any((git / name).is_symlink() for name in PARTS):
         return True
-    left = MAX_LOOKED_AT
-    for top in ("objects", "refs"):
-        for folder, folders, names in os.walk(git / top):
-            left -= len(folders) + len(names)
-            if left < 0 or any(os.path.islink(os.path.join(folder, name)) for name in (*folders, *names)):
-                return True
-            if not whole:
-                folders[:] = [name for name in folders if name == "pack"]
+    left, pending = MAX_LOOKED_AT, [str(git / top) for top in ("objects", "refs")]
+    while pending:
+        with os.scandir(pending.pop()) as entries:
+            for entry in entries:
+                left -= 1
+                if left < 0 or entry.is_symlink():
+                    return True
+                if entry.is_dir():
+                    pending.append(entry.path)
     return False

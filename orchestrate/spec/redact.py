@@ -5,9 +5,12 @@ The record of a job keeps their values (`records.py`): another supervisor needs 
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Collection, Mapping
+from functools import partial
 from typing import Any
+from urllib.parse import quote
 
 from orchestrate.console import clean
 
@@ -35,12 +38,12 @@ PAIR_NAMES = re.compile(r"pwd|sig|.*signature", re.IGNORECASE)  # names that mar
 PAIR = re.compile(r"(?:^|[;?&#\s])-*([A-Za-z][\w.-]*)=([^;?&#\s]+)")  # of a connection string, or of a URL's query
 KNOWN_FORMATS = re.compile(  # known formats of secrets; bounded, so that the time is linear
     r"-----BEGIN [A-Z ]{0,40}PRIVATE KEY"
-    r"|\bgh[oprsu]_\w{16,}|\bgithub_pat_\w{16,}|\bhf_[A-Za-z0-9]{16,}"
+    r"|\bgh[oprsu]_\w{16,}|\bgithub_pat_\w{16,}|\bhf_[A-Za-z0-9]{16,}|\bglpat-[\w-]{16,}"
     r"|\b(?:AKIA|ASIA)[A-Z0-9]{12,}"
     r"|\bxox[abeprs]-[\w-]{10,}|\bhooks\.slack\.com/services/[\w/-]+"
     r"|\bsk-(?:[a-z0-9]{1,12}-){0,3}\w{20,}"
     r"|(?<=\bBearer )[\w.~+/=-]{8,}"
-    r"|(?<=\bssh://)(?=[A-Za-z_.-]{0,99}\d)[\w.-]{16,255}(?=@)"  # not a user name such as git
+    r"|(?:(?<=\bssh://)|(?<=\bhttps://))(?=[A-Za-z_.-]{0,99}\d)[\w.-]{16,255}(?=@)"  # not a user name such as git
 )
 IN_JSON = re.compile(
     r'"(?:\w{0,40}_)?(?:private_key|password|passwd|secret|token|api_?key)"\s{0,9}:\s{0,9}"([^"\\][^"]*)', re.IGNORECASE
@@ -145,7 +148,14 @@ def _any_of(texts: list[str], grouped: int = 3) -> str:
     return "|".join(f"{re.escape(first)}(?:{_any_of(rest, grouped - 1)})" for first, rest in groups.items())
 
 
-def _parts(value: str) -> list[str]:
-    """Parts of a secret that text may contain: the whole value, each line, and the secrets in it; also as displayed."""
-    parts = [value, *value.splitlines(), *_embedded(value)]
-    return [*parts, *map(clean, parts)]
+def _parts(value: str) -> set[str]:
+    """Parts of a secret that text may contain: the whole value, each line, and the secrets in it.
+
+    Also as displayed, decoded, in JSON, as Python's repr, and in a URL.
+    """
+    parts = {value, value.strip(), *value.splitlines(), *_embedded(value)}
+    parts |= {part.encode(errors="surrogateescape").decode(errors="replace") for part in parts}
+    forms = (json.dumps, partial(json.dumps, ensure_ascii=False), repr)
+    quoted = {form(part)[1:-1] for form in forms for part in parts}
+    quoted |= {quote(part, safe, errors="surrogateescape") for safe in ("", "/") for part in parts}
+    return parts | quoted | {*map(clean, parts)}

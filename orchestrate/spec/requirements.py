@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 from orchestrate.errors import UsageError
 from orchestrate.files.folder import ENTER, ROOT, content
 from orchestrate.host import writable
-from orchestrate.spec.redact import is_secret
+from orchestrate.spec.redact import Mask, is_secret
 
 OPTIONS = (
     *("--index-url", "-i", "--extra-index-url", "--find-links", "-f", "--trusted-host"),
@@ -20,6 +21,7 @@ OPTIONS = (
 )
 LOCATIONS = ("--index-url", "-i", "--extra-index-url", "--find-links", "-f")
 INCLUDE = re.compile(r"(?:-r|--requirement)[ =]?\s*(\S+)")
+AFTER_HOST = re.compile(r"://[^/?#\s]*[/?#]\S*\$\{[A-Z0-9_]+\}")
 VARIABLE = re.compile(r"\$\{([A-Z0-9_]+)\}")  # pip replaces only these
 LOCAL = re.compile(r"[^\s;@\[]*/|\.{1,2}$|~|.*\.(whl|tar\.gz|zip)$", re.IGNORECASE)
 FILE = re.compile(r"(.*[\s@+=])?file:", re.IGNORECASE)
@@ -108,6 +110,8 @@ def checked(line: str) -> str:
         raise ValueError(f"{line.split()[0]} {LOCALLY}")
     if is_secret("", VARIABLE.sub("", line)):
         raise ValueError("a URL contains a password: write ${NAME} instead, and set NAME in your environment")
+    if not line.startswith("-") and AFTER_HOST.search(line):  # pip keeps the URL, without the part before its @
+        raise ValueError("a variable after the host of a URL would be stored with the package: write ${NAME}@HOST")
     return line
 
 
@@ -118,3 +122,9 @@ def variables(lines: list[str]) -> list[str]:
         if name not in os.environ:
             raise UsageError(f"the packages need ${{{name}}}, which is not set in this shell", f"export {name}=VALUE")
     return names
+
+
+def mask(lines: Iterable[str]) -> Mask:
+    """Return a mask of the values of the environment variables that lines refer to."""
+    values = {name: os.environ.get(name, "") for line in lines for name in VARIABLE.findall(line)}
+    return Mask(values, values)

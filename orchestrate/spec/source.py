@@ -26,7 +26,9 @@ GIT, FILE = "git+", "file://"
 CACHE = "sources"  # with a folder per repository: `git`, and a checkout per commit
 READABLE = 0o022  # umask: nodes may run as another user; the cache itself is private
 FETCH_TIMEOUT = 600  # seconds
-MAX_FILES, MAX_NAMES = 200_000, 32 << 20  # files of a revision, and bytes of their paths
+MAX_FILES, MAX_NAMES = 200_000, 64 << 20  # files of a revision, and bytes of the list with their paths
+MAX_BYTES = 8 << 30  # of its files
+SIZE = re.compile(rb"(?:^|\0)\d+ blob [0-9a-f]+ +(\d+)\t")  # in `git ls-tree --long`
 MAX_ERRORS = 1 << 16  # bytes of git's messages, of which a server sends as many as it likes
 # Only protocols that cannot run programs on this machine, no prompts, and messages in English.
 SAFE = {"GIT_ALLOW_PROTOCOL": "https:ssh:file", "GIT_TERMINAL_PROMPT": "0", "GIT_LFS_SKIP_SMUDGE": "1", "LC_ALL": "C"}
@@ -54,7 +56,7 @@ def parsed(source: str) -> Repository:
     path, _, revision = path.partition("@")
     if ".." in PurePosixPath(folder).parts or folder.startswith("/"):
         raise UsageError(f"source: {folder} is not a folder of the repository", "use a path relative to its top")
-    if ":" in host.rpartition("@")[0] or redact.KNOWN_FORMATS.search(host):
+    if ":" in host.rpartition("@")[0] or redact.KNOWN_FORMATS.search(f"{scheme}://{host}"):
         raise UsageError("source: the URL contains a password or token", "use a credential helper of git, or SSH")
     if scheme == "file" and host:  # git would ignore it
         raise UsageError("source: a file:// URL has no host", "use git+file:///PATH")
@@ -140,39 +142,36 @@ def _fetch(repository: Repository, cache: Path) -> Path:
         shutil.rmtree(fresh, ignore_errors=True)  # of an interrupted run
         fresh.mkdir()
         fresh.chmod(0o755)
-        _git(there, f"--work-tree={fresh}", "checkout", "--quiet", "--force", commit, "--", ".")
+        try:
+            _git(there, f"--work-tree={fresh}", "checkout", "--quiet", "--force", commit, "--", ".")
+        except BaseException:
+            shutil.rmtree(fresh, ignore_errors=True)
+            raise
         (bare / "index").unlink(missing_ok=True)  # otherwise, the next checkout takes files for deleted
         fresh.rename(folder)
     return folder
 
 
 def _check_size(there: str, commit: str) -> None:
-    """Raise ResourceError for a revision with too many files: some KiB of a repository can have billions."""
-    command = ["git", *PLAIN, there, "ls-tree", "-r", "--name-only", "-z", commit]
-    code, names = git.run(command, environment() | SAFE, MAX_NAMES, FETCH_TIMEOUT)
-    if code or names.count(b"\0") > MAX_FILES:
-        what = (
-            f"source: {commit[:12]} has more than {MAX_FILES:,} files, or their names more than {MAX_NAMES >> 20} MiB"
-        )
-        raise ResourceError(what, "use a repository with the code of the job")
+    """Raise ResourceError for a revision with too many or too large files: some KiB of a repository can have any."""
+    command = ["git", *PLAIN, there, "ls-tree", "-r", "--long", "-z", commit]
+    code, listed = git.run(command, environment() | SAFE, MAX_NAMES, FETCH_TIMEOUT)
+    sizes = [int(size) for size in SIZE.findall(listed)]
+    if code or listed.count(b"\0") > MAX_FILES or sum(sizes) > MAX_BYTES:
+        most = f"{MAX_FILES:,} files, {MAX_BYTES >> 30} GiB, or {MAX_NAMES >> 20} MiB of names"
+        raise ResourceError(f"source: {commit[:12]} has more than {most}", "use a repository with the code of the job")
 
 
 def _check_own(folder: Path) -> None:
     """Raise UsageError for a folder, which may have come from anybody, that leads to another repository's files."""
-    if not os.path.lexists(folder / ".git"):  # a bare repository, or none
-        objects, own = folder / "objects", not git.leads_elsewhere(folder, whole=True)
-    else:
-        env = {"GIT_WORK_TREE": str(folder)}
-        try:
-            own = git.is_its_own(folder, env, whole=True)
-            objects = folder / os.fsdecode(git.output(["rev-parse", "--git-path", "objects"], folder, env)).rstrip("\n")
-        except OSError as error:
-            raise UsageError(f"source: {folder} cannot be read: {error}", "check the repository") from None
+    try:
+        bare = not os.path.lexists(folder / ".git")
+        own = not git.leads_elsewhere(folder) if bare else git.is_its_own(folder, {"GIT_WORK_TREE": str(folder)})
+    except OSError as error:
+        raise UsageError(f"source: {folder} cannot be read: {error}", "check the repository") from None
     if not own:
-        raise UsageError(f"source: {folder} has parts of the repository of another folder", "use that folder")
-    if os.path.lexists(objects / "info" / "alternates"):
-        hint = "in it: git repack -a -d, then remove .git/objects/info/alternates"
-        raise UsageError(f"source: the repository {folder} uses the objects of another one", hint)
+        hint = "use that folder; or, in this one, git repack -a -d, then remove .git/objects/info/alternates"
+        raise UsageError(f"source: {folder} has parts of the repository of another folder", hint)
 
 
 def _git(*arguments: str) -> str:

@@ -15,10 +15,12 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from typing import Any
 
 from orchestrate.record import events
 from orchestrate.record.events import Event
+from orchestrate.storage.parallel import started
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +54,7 @@ class Notifier:
         self.target, self.about = target, {"job_id": job_id, "run_directory": run}
         self.waiting: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self.thread = threading.Thread(target=self._work, daemon=True)
+        self.request: Future[None] | None = None
         if target:
             self.thread.start()
 
@@ -91,9 +94,17 @@ class Notifier:
         options: Any = {"timeout": TIMEOUT, "allow_redirects": False, "stream": True}  # the body is not read
         given = requests.utils.get_auth_from_url(self.target)  # else it would send what ~/.netrc has for the host
         options["auth"] = given if any(given) else lambda request: request
-        with requests.post(self.target, data=body, headers=headers, **options) as answer:
-            if answer.status_code >= 300:
-                raise OSError(f"status {answer.status_code}")
+
+        def post() -> None:
+            with requests.post(self.target, data=body, headers=headers, **options) as answer:
+                if answer.status_code >= 300:
+                    raise OSError(f"status {answer.status_code}")
+
+        # The timeout of requests is for each read. A request cannot be ended, and no second one must run beside it.
+        if self.request and not self.request.done():
+            raise TimeoutError
+        self.request = started(post)
+        self.request.result(2 * TIMEOUT)
 
 
 def is_url(target: str) -> bool:

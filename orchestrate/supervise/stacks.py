@@ -12,9 +12,11 @@ WAITING = ("/torch/distributed/", "/torch/autograd/", "/torch/nn/parallel/")  # 
 INNERMOST, FEW = 3, 1  # frames of libraries that are shown of the innermost ones, and of others
 NEAR = 8  # frames from the innermost one in which such code counts
 _FRAME = re.compile(r'^ *File "(.+)", line (\d+) in (\S+)', re.M)
-_OUTER = re.compile(r'/orchestrate/node/zygote\.py"|/multiprocessing/process\.py", line \d+ in (run|_bootstrap)$')
+_OUTER = re.compile(
+    r'/orchestrate/node/programs/zygote\.py"|/multiprocessing/process\.py", line \d+ in (run|_bootstrap)$'
+)
 _HEAD = re.compile(r"^(?=Stack \()", re.M)
-_LIBRARY = re.compile(r"/(site|dist)-packages/|/lib/python3|^<frozen|/orchestrate/node/zygote\.py$")
+_LIBRARY = re.compile(r"/(site|dist)-packages/|/lib/python3|^<frozen|/orchestrate/node/programs/zygote\.py$")
 
 
 @dataclass(frozen=True)

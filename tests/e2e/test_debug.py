@@ -3,12 +3,15 @@
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 
 import pytest
 from support.optional import not_none
 from support.waiting import eventually
+
+from orchestrate.node.programs import debugger
 
 LOOP = """
 import os, pathlib, time
@@ -194,3 +197,11 @@ def test_a_rank_that_cannot_be_debugged_must_be_named(cli):
     process.communicate(timeout=60)
     done = cli("debug")
     assert done.returncode == 2 and re.match(r"error: count-\w+ has ended\n", done.stderr)
+
+
+def test_a_socket_with_a_similar_name_must_not_be_taken_for_that_of_a_worker(tmp_path):
+    with socket.socket(socket.AF_UNIX) as other, socket.socket(socket.AF_UNIX) as listener:
+        other.bind(f"\0x {tmp_path}/debug-1")
+        assert not debugger.listens(f"{tmp_path}/debug-1")
+        listener.bind(f"{tmp_path}/debug-1")
+        assert debugger.listens(f"{tmp_path}/debug-1")

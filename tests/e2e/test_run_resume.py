@@ -25,3 +25,18 @@ def test_a_job_must_be_resumed_in_the_background(cli, nothing_left):
         assert (done.returncode, len(done.stdout.splitlines())) == (0, 1), done.stderr
         assert (cli.folder / done.stdout.strip() / "events.jsonl").exists() and "attach" in done.stderr
         assert cli("wait", done.stdout.strip()).returncode == 0
+
+
+def test_a_job_must_have_the_same_folder_after_the_nodes_that_it_was_started_on(cli, docker_engine, nothing_left):
+    """Libraries keep paths in checkpoints."""
+    (cli.folder / "fails.py").write_text(
+        "import os, sys; folder = os.environ['JOB_DIR']; file = open(f'{folder}/folders', 'a')\n"
+        "print(folder, os.getcwd(), file=file); sys.exit(file.tell() < 3 * len(folder))\n"
+    )
+    run = ("run", "--keep", "5m", "--gpus", "none", "--trainers", "0", "--max-restarts", "0", "fails.py")
+    assert cli(*run).returncode == 1
+    assert cli("down").returncode == 0
+    done = cli("resume")
+    assert done.returncode == 0, done.stderr
+    first, second = (cli.run_dir() / "job" / "folders").read_text().splitlines()
+    assert first == second

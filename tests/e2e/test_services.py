@@ -12,6 +12,7 @@ from support.waiting import eventually
 from orchestrate.engines.docker import objects
 from orchestrate.engines.docker.client import Daemon
 from orchestrate.engines.docker.services import Services
+from orchestrate.spec.redact import Mask
 
 pytestmark = pytest.mark.docker
 OPTIONS = ("--engine", "docker", "--trainers", "1", "--gpus", "none")
@@ -70,7 +71,7 @@ def test_services_must_be_listed_and_removed_with_a_job_whose_orchestrator_was_k
 def test_a_service_that_runs_must_be_kept_although_its_file_has_changed(served):
     daemon, name = Daemon(), f"job-{os.getpid()}"
     docker("network", "create", name)
-    services = Services(daemon, name, str(served.folder / "compose.yaml"), name)
+    services = Services(daemon, name, str(served.folder / "compose.yaml"), name, Mask({}))
     try:
         services.up(lambda: False)
         first = objects.services_of(daemon, name)
@@ -97,14 +98,16 @@ def test_each_job_must_have_its_own_services_also_on_nodes_that_are_kept(served)
     [
         ("services: {master: {image: x}}", "has a service master, which is the name of a node"),
         ("services: {a: {image: orchestrate-node:0.1, entrypoint: [false]}}", "did not start"),
+        ("services: {a: {image: orchestrate-node:0.1, entrypoint: [sh, -c, echo canary-7c1; exit 3]}}", "| ***"),
         ("nothing", "did not start"),
         (NO_FOLDER, "did not start"),
     ],
 )
 def test_services_that_cannot_start_must_end_the_job_with_a_reason(served, content, message):
     (served.folder / "compose.yaml").write_text(content)
-    done = served("run", *OPTIONS, "--set", "services=compose.yaml", "reads.py")
+    done = served("run", *OPTIONS, "-e", "DB_TOKEN=canary-7c1", "--set", "services=compose.yaml", "reads.py")
     assert done.returncode in (2, 4) and message in done.stderr, done.stderr
+    assert "canary" not in done.stderr
     for kind in ("volume", "network"):
         assert served.run_dir().name not in docker(kind, "ls", "--format", "{{.Name}}")
 

@@ -23,7 +23,7 @@ from orchestrate.cli.args import Args
 from orchestrate.cli.find import created_at
 from orchestrate.cli.parser import Parser
 from orchestrate.clock import SYSTEM, Clock
-from orchestrate.console import flush, out, print_message
+from orchestrate.console import flush, out, print_message, shortened
 from orchestrate.errors import OrchestrateError, ResourceError, UsageError
 from orchestrate.files.folder import content
 from orchestrate.files.lines import last
@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 
 HOST, PORT = "127.0.0.1", 6007
 HTTP = 80  # browsers leave this port out
-MAX_LINES = 200  # of output on the page of a running job
+MAX_LINES, MAX_LINE = 200, 2000  # of output on the page of a running job, and characters of each
 MAX_EVENTS = 20
 MAX_BEHIND = 256 << 10  # bytes of a log that are read for a page, at most
 MAX_SHARE = 10  # curves that take a second to read are read again after ten
@@ -75,11 +75,12 @@ class LiveJobPage(TrackingScreen):
         self.happened: deque[tuple[float, str]] = deque(maxlen=MAX_EVENTS)
         self.lines: deque[str] = deque(maxlen=MAX_LINES)
         self.watch = self.activity
-        display = Display(
-            lambda text: None, lambda text: self.lines.extend(text.split("\n")), screen=self, phases=False
-        )
+        display = Display(lambda text: None, self._show, screen=self, phases=False)
         self.feed = Feed(paths, spec, plan, display, rest(paths, spec, plan))
         self.record = Recorded(paths, self.feed)
+
+    def _show(self, text: str) -> None:
+        self.lines.extend(shortened(line, MAX_LINE) for line in text.split("\n"))
 
     def event(self, event: Any) -> None:
         """Record an event."""

@@ -177,11 +177,12 @@ class Daemon:
         stopped: Callable[[], bool] = never,
         folder: Path = PROJECT,
         patience: float | None = None,
+        hide: Callable[[str], str] = str,
     ) -> str:
         """Run Compose in a folder, with `given` as its stdin; return its output.
 
-        Without `capture`, show its output as progress, and print it if it fails; otherwise, stop it `patience` seconds
-        (default: COMPOSE_STOP_TIMEOUT) after `stopped()`.
+        Without `capture`, show its output as progress, masked by `hide`, and print it if it fails; otherwise, stop it
+        `patience` seconds (default: COMPOSE_STOP_TIMEOUT) after `stopped()`.
         Raises EngineError with the last line of its output.
         """
         ours = ("COMPOSE_", "NODE_") if folder == PROJECT else ("COMPOSE_",)
@@ -208,7 +209,7 @@ class Daemon:
         start = time.monotonic()
         with process:
             left = COMPOSE_STOP_TIMEOUT if patience is None else patience
-            output = _output_of(process, stopped, left) if capture else "\n".join(follow(process))
+            output = _output_of(process, stopped, left) if capture else "\n".join(follow(process, hide))
         duration = time.monotonic() - start
         log.debug("docker compose %s: exit code %d in %.2f s", shlex.join(arguments), process.returncode, duration)
         if process.returncode:

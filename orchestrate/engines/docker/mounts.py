@@ -35,13 +35,14 @@ def bind(source: Path, target: str) -> dict[str, Any]:
     return {"type": "bind", "source": str(source), "target": target, "bind": {"create_host_path": False}}
 
 
-def identities(run: Path, code: Path) -> dict[str, str]:
-    """Return the identities of both folders by their paths in nodes; raises EngineError if `run` was replaced.
+def identities(run: Path, code: Path, at: str = JOB) -> dict[str, str]:
+    """Return the identities of both folders by their paths in nodes, `at` for `run`.
 
-    For the current folder, it is that of the folder itself, even if its path leads elsewhere by now.
+    For the current folder, it is that of the folder itself, even if its path leads elsewhere by now. Raises EngineError
+    if `run` was replaced.
     """
     try:
-        found = {JOB: records.identity_in(run.parent, run.name)}
+        found = {at: records.identity_in(run.parent, run.name)}
         with contextlib.suppress(FileNotFoundError):  # Compose reports it
             found[CODE] = identity(os.stat(".") if os.path.realpath(code) == os.getcwd() else unlinked(code))
         return found
@@ -63,8 +64,8 @@ def check_link(script: str, code: Path) -> None:
             )
 
 
-def node_mounts(run: Path, code: Path, chdir: str = "") -> list[dict[str, Any]]:
-    """Return the mount of a job's or cluster's files, and the masks in its code folder.
+def node_mounts(run: Path, code: Path, chdir: str = "", at: str = JOB) -> list[dict[str, Any]]:
+    """Return the mount of a job's or cluster's files, `at` this path, and the masks in its code folder.
 
     Raises EngineError for a path that cannot be mounted, and UsageError like `masks`.
     """
@@ -79,7 +80,8 @@ def node_mounts(run: Path, code: Path, chdir: str = "") -> list[dict[str, Any]]:
             f"{code} has more than {MAX_MASKS} sockets, pipes, run directories and files to hide, which is the limit",
             "list their folders in .dockerignore, or use another folder",
         )
-    return [bind(run, JOB), *hidden, *(mask(code, name, CODE, folder) for name, folder in more)]
+    above = [{"type": "tmpfs", "target": JOB, "read_only": True}] if at != JOB else []
+    return [*above, bind(run, at), *hidden, *(mask(code, name, CODE, folder) for name, folder in more)]
 
 
 def masks(code: Path, runs: Path, place: str, chdir: str = "") -> list[dict[str, Any]]:

@@ -12,6 +12,7 @@ import json
 import os
 import re
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,7 @@ def install(daemon: Daemon, spec: JobSpec, python: str) -> None:
         Path(folder, FILE).write_text("\n".join(spec.pip) + "\n")
         Path(folder, "install.sh").write_text(SCRIPT)
         text = _dockerfile(base(spec), python, user, ["ca", *secrets])
-        _compose(daemon, image, {"context": folder, "dockerfile_inline": text}, secrets)
+        _compose(daemon, image, {"context": folder, "dockerfile_inline": text}, secrets, requirements.mask(spec.pip))
 
 
 def _secrets(spec: JobSpec) -> dict[str, Any]:
@@ -119,13 +120,15 @@ def _dockerfile(image: str, python: str, user: str, secrets: list[str]) -> str:
     return f"FROM {image}\nUSER 0:0\nRUN {' '.join(mounts)} {run}\nUSER {user}\n"
 
 
-def _compose(daemon: Daemon, image: str, build: dict[str, Any], secrets: dict[str, Any]) -> None:
+def _compose(
+    daemon: Daemon, image: str, build: dict[str, Any], secrets: dict[str, Any], hide: Callable[[str], str] = str
+) -> None:
     ca = {"ca": {"file": os.environ.get("CA_BUNDLE") or os.devnull}}
     build |= {"network": os.environ.get("BUILD_NETWORK") or "default", "secrets": ["ca", *secrets]}
     build["labels"] = {LABEL: str(os.geteuid())}  # to find those of an account
     file = {"services": {"node": {"image": image, "build": build}}, "secrets": ca | secrets}
     try:
-        daemon.compose("--file", "-", "build", given=literal(yaml.safe_dump(file)))
+        daemon.compose("--file", "-", "build", given=literal(yaml.safe_dump(file)), hide=hide)
     except EngineLost:
         raise
     except EngineError as error:

@@ -18,6 +18,7 @@ from orchestrate.engines.docker import labels
 from orchestrate.engines.docker.client import Daemon
 from orchestrate.errors import EngineError, EngineLost, ResourceError, UsageError
 from orchestrate.host import records, writable
+from orchestrate.spec.redact import Mask
 
 NETWORK = "orchestrate"  # name of the job's network in the Compose file
 SHOWN_LINES, MAX_LINES = 10, 10_000  # of each service: in an error, and in a file
@@ -44,10 +45,10 @@ def _end(container: Container, lines: int, most: int) -> bytes:
 class Services:
     """The services of one job: a Compose project with its containers, networks and volumes."""
 
-    def __init__(self, daemon: Daemon, job_id: str, file: str, network: str) -> None:
-        """`file` is the Compose file, and `network` the name of the job's network."""
+    def __init__(self, daemon: Daemon, job_id: str, file: str, network: str, hide: Mask) -> None:
+        """`file` is the Compose file, `network` the name of the job's network, and `hide` masks what is shown."""
         self.daemon, self.job_id, self.file, self.network = daemon, job_id, writable.resolved(file), network
-        self.project = project(job_id)
+        self.project, self.hide = project(job_id), hide
 
     @during("starting the services")
     def up(self, stopped: Callable[[], bool]) -> None:
@@ -102,10 +103,10 @@ class Services:
         ]
 
     def save_logs(self, path: Path) -> None:
-        """Write the last lines of each service to a file; raises EngineError or OSError."""
+        """Write the last lines of each service to a file, without secrets; raises EngineError or OSError."""
         with self.daemon.translating_errors("could not read the output of the services"):
             parts = [f"--- {each.name}\n".encode() + _end(each, MAX_LINES, MAX_BYTES) for each in self._containers()]
-        records.put(path, b"\n".join(parts).decode(errors="replace"))
+        records.put(path, self.hide(b"\n".join(parts).decode(errors="replace")))
 
     def _containers(self) -> list[Container]:
         label = f"{labels.SERVICES}={self.job_id}"
@@ -138,7 +139,8 @@ class Services:
             if stopped():
                 raise
             hint = f"docker compose --file {shlex.quote(str(self.file))} up starts them without the job"
-            raise ResourceError(f"services of {self.file} did not start: {error}{self._last_lines()}", hint) from None
+            why = self.hide(f"{error}{self._last_lines()}")
+            raise ResourceError(f"services of {self.file} did not start: {why}", hint) from None
 
 
 def project(job_id: str) -> str:

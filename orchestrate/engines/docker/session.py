@@ -58,13 +58,14 @@ class DockerSession(ClientSession):
         self.sockets = JobPaths(run.parent).sockets  # the folder of the nodes' sockets on this machine
         code = plan.placement.code
         # Mounts that are not in the Compose file.
-        self.mounts = partial(mounts.node_mounts, run, Path(code), plan.placement.chdir)
+        at = mounts.JOB if self.persistent else plan.placement.job_dir
+        self.mounts = partial(mounts.node_mounts, run, Path(code), plan.placement.chdir, at)
         self.given_mounts = partial(folders.given_mounts, spec, run.parent.parent)
         self.cwd = plan.placement.cwd(mounts.CODE)
         # Part of a Compose file: each node's GPUs.
         self.devices = toolkit.service(toolkit.gpu_mode(daemon.info), plan.gpus)
         self.env = self._environment(plan, run)
-        self.folders = folders.identities(spec) | mounts.identities(run, Path(code))
+        self.folders = folders.identities(spec) | mounts.identities(run, Path(code), at)
         if not self.env["NODE_SOCKETS"]:  # the engine may be on another kernel
             self.folders = {}
         self.nodes: dict[str, Container] = {}
@@ -76,7 +77,9 @@ class DockerSession(ClientSession):
         self.guard = Guard(daemon, self.project, run, spec.ports) if wanted(spec) else None
         wants_services = spec.services and plan.job_id != plan.placement.cluster  # each job has its own
         self.services_log = JobPaths(run.parent.parent / plan.job_id).services_log
-        self.services = Services(daemon, plan.job_id, spec.services, self.network) if wants_services else None
+        self.services = (
+            Services(daemon, plan.job_id, spec.services, self.network, spec.mask()) if wants_services else None
+        )
         self.clients = NodeClients(self, warn)
         self.events = Events(daemon, self._is_ours)
         self.clients.watch(self.events.bell, self._read_events)

@@ -156,10 +156,11 @@ def find(job: str, rank: str) -> int:
 
 
 def catches(pid: int) -> bool:
-    """Whether the signal reaches Python code of a process, and does not end it."""
-    with open(f"/proc/{pid}/status") as status:
-        caught = int(status.read().partition("\nSigCgt:")[2].split()[0], 16)
-    return bool(caught >> ATTACH - 1 & 1)
+    """Whether the signal reaches Python code of a process of this user, and does not end it."""
+    with open(f"/proc/{pid}/status") as file:
+        status = file.read()
+    user, caught = (status.partition(f"\n{name}:")[2].split()[0] for name in ("Uid", "SigCgt"))
+    return int(user) == os.geteuid() and bool(int(caught, 16) >> ATTACH - 1 & 1)
 
 
 def main(job: str, rank: str) -> str:
@@ -202,7 +203,7 @@ def main(job: str, rank: str) -> str:
 def listens(path: str) -> bool:
     """Whether a process listens on a Unix socket."""
     with open("/proc/net/unix") as sockets:
-        return any(line.rstrip("\n").endswith(f" {path}") for line in sockets)
+        return any(line.split(maxsplit=7)[7:] == [f"{path}\n"] for line in sockets)
 
 
 def has_ended(descriptor: int) -> bool:

@@ -95,6 +95,11 @@ def test_a_running_job_must_be_shown_as_it_is_now(site, running):
     assert "restarting all workers (restart 1 of 3)" in page
 
 
+def test_long_lines_of_a_running_job_must_be_shortened(site, running):
+    running.log(0).write_text(f"{'x' * 20_000}\n")
+    assert "x" * 1000 in (page := site.get("/jobs/a-1/").text) and "x" * 2001 not in page
+
+
 def test_curves_of_a_running_job_must_go_on_from_the_step_that_it_repeats(site, running):
     metrics = running.shared / "metrics.jsonl"
     metrics.write_text("".join(f'{{"step": {step}, "loss": {step}}}\n' for step in range(1, 100)))

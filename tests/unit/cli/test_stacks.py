@@ -15,9 +15,8 @@ from orchestrate.spec.spec import JobSpec
 TORCH = "/usr/lib/python3/dist-packages/torch/distributed/distributed_c10d.py"
 WAITS = f'  File "{TORCH}", line 9 in barrier\n  File "/job/work/train.py", line 30 in main\n'
 LOADS = '  File "/job/work/data.py", line 41 in load\n  File "/job/work/train.py", line 8 in main\n'
-BELOW = (
-    '  File "<frozen runpy>", line 88 in _run_code\n  File "/opt/orchestrate/node/programs/zygote.py", line 9 in run\n'
-)
+ZYGOTE = "/opt/orchestrate/node/programs/zygote.py"
+BELOW = f'  File "<frozen runpy>", line 88 in _run_code\n  File "{ZYGOTE}", line 9 in run\n'
 
 
 def stack(*frames: str) -> Stack:

@@ -25,7 +25,7 @@ def printed(text: str) -> list[str]:
         stdin = not_none(process.stdin)
         stdin.write(text)
         stdin.close()
-        return [*follow(process)]
+        return [*follow(process, str)]
 
 
 def test_the_last_lines_of_a_build_must_be_kept_without_internal_steps_and_shown_without_numbers(capsys):
@@ -41,7 +41,7 @@ def test_the_last_lines_of_a_build_must_be_kept_without_internal_steps_and_shown
 
 def test_a_command_must_end_though_another_process_keeps_its_output_open(tmp_path):
     with started(f"setsid sleep 1000 & echo $! > {tmp_path}/pid; echo done") as process:
-        assert [*follow(process)] == ["done"]
+        assert [*follow(process, str)] == ["done"]
     os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
 
 
@@ -88,19 +88,19 @@ def test_an_installation_that_never_ends_must_be_ended_with_all_that_it_has_star
         started("sleep 600 & echo $!; wait") as process,
         pytest.raises(ResourceError, match="the installation did not end within"),
     ):
-        follow(process)
+        follow(process, str)
     assert process.returncode == -9
 
 
 def test_ctrl_c_must_end_an_installation(monkeypatch):
     monkeypatch.setattr(build_output, "progress", raising(KeyboardInterrupt()))
     with started("echo a; sleep 600") as process, pytest.raises(KeyboardInterrupt):
-        follow(process)
+        follow(process, str)
     assert process.returncode == -15
 
 
 def test_an_installation_that_prints_no_line_end_must_not_be_kept_in_memory(monkeypatch):
     monkeypatch.setattr(build_output, "progress", lambda *_: None)
     with started("head -c 20000000 /dev/zero | tr '\\0' x") as process:
-        lines, most = peak(lambda: follow(process))
+        lines, most = peak(lambda: follow(process, str))
     assert len(lines) == SHOWN_LINES and most < 12 << 20

@@ -28,6 +28,15 @@ def test_a_cache_that_cannot_be_written_must_be_reported_with_a_hint(tmp_path, m
     assert error.value.hint == "set XDG_CACHE_HOME to another folder"
 
 
+def test_a_variable_of_a_url_must_not_be_shown_when_it_cannot_be_installed(tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("PIP_TOKEN", "canary-7c1")
+    with pytest.raises(ResourceError, match="could not install the packages"):
+        venv.create(["--no-index", "a @ http://${PIP_TOKEN}@127.0.0.1:9/a-1.0.tar.gz"])
+    out, err = capfd.readouterr()
+    assert "***@127.0.0.1:9/a-1.0.tar.gz" in err and "canary" not in out + err
+
+
 @pytest.mark.parametrize("pip", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 def test_packages_that_cannot_be_installed_must_be_installed_by_the_next_job_and_then_used(tmp_path, monkeypatch, pip):
     if not pip:  # this interpreter has none, as those of uv

@@ -143,6 +143,10 @@ def test_any_metrics_must_give_a_chart(rows):
     Page(charts.lines(curves)) if curves else None
 
 
+def test_steps_that_are_too_large_to_be_told_apart_must_give_a_chart():
+    assert charts.lines({"loss": [(9e18, -1.0), (9e18, 9.2e18)]})
+
+
 def test_the_points_of_all_curves_together_must_be_limited(monkeypatch):
     monkeypatch.setattr(curves, "MAX_POINTS", 1000)
     found = progress({"step": step, **{f"loss{name}": step for name in range(50)}} for step in range(300))

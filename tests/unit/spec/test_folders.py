@@ -284,7 +284,7 @@ def test_no_file_or_folder_of_a_job_may_be_reached_by_a_link_of_an_earlier_one(c
         "git": source.enter,
         "secrets": secret_files.with_contents,
         "requirements": lambda spec: requirements.read(Path(spec.requirements)),
-        "services": lambda spec: Services(daemon, "a-1", spec.services, "none"),
+        "services": lambda spec: Services(daemon, "a-1", spec.services, "none", spec.mask()),
         "dockerfile": lambda spec: packages.build(daemon, spec),
     }
     with pytest.raises(UsageError, match=f"out of {cache}, where a job may have made the link") as caught:

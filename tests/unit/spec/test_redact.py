@@ -1,5 +1,8 @@
 """Secret values of environment variables must be recognized, and others must stay readable."""
 
+import json
+import urllib.parse
+
 import pytest
 
 from orchestrate.console import clean
@@ -184,6 +187,22 @@ LONG |= {"names_in_json": '"' + "a_" * 500_000, "words": "_" * 1_000_000}
 def test_a_value_of_a_megabyte_must_be_checked_in_linear_time(value):
     """Each would take an hour if it were searched from every position to its end."""
     assert not is_secret("A", value)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [json.dumps, lambda text: json.dumps(text, ensure_ascii=False), repr, urllib.parse.quote, str.strip],
+    ids=["JSON", "JSON with all characters", "repr", "URL", "without white space"],
+)
+def test_a_secret_must_be_masked_in_the_forms_that_programs_print(form):
+    secret = ' canary"7c1/\\d é '
+    assert "canary" not in Mask({"HF_TOKEN": secret})(f"<{form(secret)}>")
+
+
+def test_a_secret_that_is_not_text_must_be_masked_as_a_reader_decodes_it():
+    raw = b"canary-7c1\xe9 x"
+    hide = Mask({"HF_TOKEN": raw.decode(errors="surrogateescape")})
+    assert hide(raw.decode(errors="replace")) == HIDDEN
 
 
 def test_a_value_that_is_too_short_must_not_be_masked_in_text():

@@ -88,6 +88,20 @@ def test_the_repository_of_another_working_tree_must_not_be_asked(repository, tm
     assert worktree.revision(tmp_path / "project")() == worktree.changes(tmp_path / "project") == ""
 
 
+@pytest.mark.parametrize("part", ["alternates", "ref", "object"])
+def test_a_repository_with_parts_of_another_one_must_not_be_asked(repository, tmp_path, part):
+    shutil.copytree(repository, tmp_path / "project")
+    of, git = repository / ".git", tmp_path / "project" / ".git"
+    if part == "alternates":
+        (git / "objects" / "info" / "alternates").write_text("../../../there/.git/objects\n")
+    else:
+        path = next((git / "objects").glob("??/*" if part == "object" else "../refs/heads/*"))
+        path.unlink()
+        path.symlink_to(of / path.relative_to(git))
+    (tmp_path / "project" / "train.py").write_text("changed")
+    assert worktree.revision(tmp_path / "project")() == worktree.changes(tmp_path / "project") == ""
+
+
 def test_the_repository_of_a_submodule_must_be_asked(repository, tmp_path):
     git = ["git", "-C", str(repository), "-c", "protocol.file.allow=always", "submodule", "--quiet", "add"]
     shutil.copytree(repository, tmp_path / "other")

@@ -1,5 +1,6 @@
 """Which events of a job are worth a notification, and a program that gets them."""
 
+import contextlib
 import dataclasses
 import json
 import socket
@@ -26,6 +27,35 @@ def test_a_program_that_does_not_end_must_not_keep_the_job(monkeypatch):
     eventually(lambda: notifier.waiting.empty())
     notifier.close()
     assert notifier.thread.is_alive()
+
+
+def test_a_server_that_does_not_end_its_answer_must_be_given_up_and_asked_no_more(monkeypatch):
+    monkeypatch.setattr(notify, "LAST", 5.0)
+    monkeypatch.setattr(notify, "TIMEOUT", 0.5)
+    monkeypatch.setattr(notify, "TRIES", (0.0,))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(5)
+        notifier = notify.Notifier(f"http://127.0.0.1:{listener.getsockname()[1]}/", "a-1", "/runs/a-1")
+        notifier.event(events.GenerationStarted(0, ()))
+        notifier.event(events.JobEnded(Outcome.SUCCEEDED, ""))
+        sock, _ = listener.accept()
+        ended = threading.Event()
+
+        def go_on() -> None:
+            with contextlib.suppress(OSError):
+                while not ended.wait(0.1):
+                    sock.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+        with sock:
+            writer = threading.Thread(target=go_on)
+            writer.start()
+            notifier.close()
+            ended.set()
+            writer.join()
+        assert not notifier.thread.is_alive()
+        listener.settimeout(0)
+        with pytest.raises(BlockingIOError):
+            listener.accept()
 
 
 def test_only_events_that_a_user_waits_for_must_be_notified():

@@ -92,6 +92,16 @@ def test_a_failed_build_must_be_distinguished_from_a_lost_engine(job):
         assert kind is EngineLost or messages == [f"could not {one}: see the output above" for one in what]
 
 
+def test_a_variable_of_a_url_must_not_be_shown_when_it_cannot_be_installed(job, monkeypatch, capsys):
+    monkeypatch.setenv("PIP_TOKEN", "canary-7c1")
+    job.compose("echo ERROR: cannot install https://canary-7c1@example.org; exit 1")
+    with pytest.raises(ResourceError, match="could not install the packages"):
+        packages.install(
+            job.engine().daemon, JobSpec(image="mine:1", pip=["a @ https://${PIP_TOKEN}@example.org/a.whl"]), "python"
+        )
+    assert "https://***@example.org" in (shown := capsys.readouterr().err) and "canary" not in shown
+
+
 def test_a_build_must_trust_neither_the_user_of_an_image_nor_other_projects(tmp_path, monkeypatch):
     texts = []
     for name in ("one", "two"):
