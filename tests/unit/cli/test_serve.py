@@ -96,6 +96,7 @@ def test_a_running_job_must_be_shown_as_it_is_now(site, running):
 
 
 def test_long_lines_of_a_running_job_must_be_shortened(site, running):
+    site.get("/jobs/a-1/")
     running.log(0).write_text(f"{'x' * 20_000}\n")
     assert "x" * 1000 in (page := site.get("/jobs/a-1/").text) and "x" * 2001 not in page
 
