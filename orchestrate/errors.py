@@ -24,13 +24,13 @@ INTERRUPTED = 130  # stopped by the user; same as shells after Ctrl-C
 
 
 class OrchestrateError(Exception):
-    """An error with its cause (`str(error)`) and a way to fix it (`hint`)."""
+    """An error with its cause (`str(error)`) and a way to fix it (`hint`), and a file to print for that (`file`)."""
 
     exit_code = FAILED
 
-    def __init__(self, message: str, hint: str = "") -> None:
+    def __init__(self, message: str, hint: str = "", file: str = "") -> None:
         super().__init__(message)
-        self.hint = hint
+        self.hint, self.file = hint, file
         if hint and sys.version_info >= (3, 11):
             self.add_note(f"hint: {hint}")  # which tracebacks show
 

@@ -131,7 +131,8 @@ def _check_batch_script(path: Path) -> None:
 
     with contextlib.suppress(OSError), regular(path) as file:
         if found := sbatch.job_file(file.read(sbatch.MAX_SIZE).decode(errors="replace")):
-            raise UsageError(f"{path.name} is a batch script of Slurm", f"as a job file, it is\n\n{found}")
+            hint = "save what is printed on standard output, which is the same job, as job.yaml, and run that"
+            raise UsageError(f"{path.name} is a batch script of Slurm", hint, found)
 
 
 def _start(chdir: str, top: Path) -> Path:

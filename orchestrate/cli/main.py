@@ -45,6 +45,7 @@ def _run_guarded(argv: list[str], clock: Clock) -> int:
         hints = [error.hint] * bool(error.hint) + [check] * (starts and "doctor" not in error.hint)
         if hints:
             print_message(f"hint: {'; '.join(hints)}")
+        console.stream(error.file) if error.file else None
         return error.exit_code
     except (KeyboardInterrupt, Abandoned):
         print_message("stopped")

@@ -21,7 +21,7 @@ from orchestrate.record.outcomes import Outcome
 from orchestrate.record.paths import JobPaths
 from orchestrate.record.report import text
 from orchestrate.spec.folders import led_out
-from orchestrate.supervise.context import BY_MAX_RUN
+from orchestrate.supervise.context import BY_MAX_RUN, BY_REQUEUES
 
 EXIT_CODES = {Outcome.SUCCEEDED: errors.SUCCEEDED, Outcome.FAILED: errors.FAILED, Outcome.LOST: errors.LOST}
 
@@ -29,7 +29,8 @@ EXIT_CODES = {Outcome.SUCCEEDED: errors.SUCCEEDED, Outcome.FAILED: errors.FAILED
 def exit_code(data: dict[str, Any]) -> int:
     """Return the exit code of a command for a job with this report."""
     if data["outcome"] == Outcome.STOPPED:
-        return errors.TIMED_OUT if data["reason"] == BY_MAX_RUN else errors.INTERRUPTED
+        limited = data["reason"].startswith((BY_MAX_RUN, BY_REQUEUES))
+        return errors.TIMED_OUT if limited else errors.INTERRUPTED
     return EXIT_CODES[data["outcome"]]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from datetime import datetime, timedelta
 
 from orchestrate import console, errors
 from orchestrate.cli.args import Args
@@ -43,14 +44,22 @@ def in_queue(job: Batch, clock: Clock) -> None:
     while (found := _state(job)).name in slurm.WAITING:
         if found != shown and found.reason != "None":  # it has just been submitted
             shown = found
-            start = f"; expected to start at {found.start}" if found.start[:1].isdigit() else ""
-            print_message(f"{job} is {found.name.lower()} ({found.reason}){start}")
+            print_message(f"{job} is {found.name.lower()} ({found.reason}){_start(found)}")
             if found.reason in slurm.NEVER:
                 print_message("warning: its partition may never run it: it asks for more than the partition has")
                 print_message(
                     f"hint: python -m orchestrate stop {job.paths.root.name}; doctor --engine slurm shows what it has"
                 )
         clock.sleep(slurm.KEPT)
+
+
+def _start(found: slurm.State) -> str:
+    """Say when a job is expected to start; Slurm puts a job behind one without a time limit off by a year."""
+    with contextlib.suppress(ValueError):
+        start = datetime.fromisoformat(found.start)
+        if "Held" not in found.reason and start < datetime.now() + timedelta(days=300):
+            return f"; expected to start at {found.start}"
+    return ""
 
 
 def _state(job: Batch) -> slurm.State:

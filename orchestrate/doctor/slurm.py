@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -12,10 +13,10 @@ from orchestrate import __version__
 from orchestrate.doctor.findings import BAD, GOOD, WARNING, Finding
 from orchestrate.engines.slurm import image
 from orchestrate.engines.slurm.engine import SlurmEngine
-from orchestrate.engines.slurm.script import flags, given
+from orchestrate.engines.slurm.script import flags, given, requested
 from orchestrate.errors import EngineError, OrchestrateError
 from orchestrate.files.paths import PACKAGE
-from orchestrate.host import records, slurm
+from orchestrate.host import private, records, slurm
 from orchestrate.plan.plan import pluralize
 from orchestrate.spec.spec import IMAGE, JobSpec
 
@@ -48,7 +49,26 @@ def doctor(spec: JobSpec) -> Iterator[Finding]:
         GOOD, "accounting is off: a job is known for some minutes after its end" if off else "accounting is on"
     )
     yield from _images(spec)
+    yield from _request(spec)
     yield from _machine(spec)
+
+
+def _request(spec: JobSpec) -> Iterator[Finding]:
+    """Ask Slurm whether machines could run a job with these options; if one of 1 node could, it is only a warning."""
+    asked, refusal = spec.trainers + 1 + spec.spares, ""
+    for nodes in dict.fromkeys((asked, 1)):
+        options = requested(spec, "doctor", nodes, os.devnull) | given(spec)
+        try:
+            slurm.call("sbatch", "--test-only", *flags(options), "--wrap=true")
+            yield Finding(GOOD, f"Slurm accepts a job of {pluralize(nodes, 'node')} with these options")
+            break
+        except OrchestrateError as error:
+            refusal = refusal or f"Slurm refuses a job of {pluralize(asked, 'node')} with these options: {error}"
+    else:
+        nodes = 0
+    if refusal:
+        hint = "change nodes, memory, cpus, gpus or the options of slurm to what a partition has"
+        yield Finding(WARNING if nodes else BAD, refusal, hint)
 
 
 def _images(spec: JobSpec) -> Iterator[Finding]:
@@ -82,11 +102,16 @@ def _machine(spec: JobSpec) -> Iterator[Finding]:
     """Ask a machine whether it sees this folder, the records of jobs, and the same Python."""
     places = [next(records.places()), PACKAGE]
     try:
+        private.make(places[0])
         with tempfile.NamedTemporaryFile(dir=Path.cwd(), prefix=".orchestrate-") as file:
             words = [sys.executable, "-I", "-c", PROBE, str(PACKAGE.parent), file.name, *map(str, places)]
             text = slurm.call("srun", *flags(given(spec)), "--ntasks=1", f"--immediate={PATIENCE}", "--quiet", *words)
         host, python, (folder, home, package), found = json.loads(text.splitlines()[-1])
     except (EngineError, OSError, ValueError, IndexError) as error:
+        if "execve" in str(error) and sys.executable in str(error):
+            hint = "install Python, with orchestrate and torch, at the same path on all machines, or in a shared folder"
+            yield Finding(BAD, f"a machine has no {sys.executable}", hint)
+            return
         what = f"no machine could be asked whether it sees the same files: {error}"
         yield Finding(WARNING, what, "try again when a machine is free, and look for Python at the same path on it")
         return
@@ -95,9 +120,9 @@ def _machine(spec: JobSpec) -> Iterator[Finding]:
     yield (
         Finding(GOOD, f"{host} sees this folder") if folder else Finding(BAD, f"{host} does not see this folder", share)
     )
-    if not home and places[0].exists():
+    if not home:
         hint = "set XDG_STATE_HOME to a folder that all machines share"
-        yield Finding(WARNING, f"{host} does not see {places[0]}, with the records of jobs", hint)
+        yield Finding(BAD, f"{host} does not see {places[0]}, with the records of jobs", hint)
     if not package or not found["orchestrate"]:
         yield Finding(
             BAD, f"{host} does not find orchestrate {__version__}", "install it at the same path on all machines"

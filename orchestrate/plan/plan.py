@@ -296,7 +296,7 @@ def _assigned_gpus(
             f"{world_size} workers need {world_size} GPUs, but only {_number_is(len(gpus))} available"
             + (f" ({inventory.gpu_note})" if inventory.gpu_note else ""),
             f"{wait}use fewer nodes or workers ({', '.join([*ways, '--nproc-per-node 1'] if nproc > 1 else ways)}), "
-            + ("let nodes share GPUs (--set share_gpus=true), " if nproc <= len(gpus) else "")
+            + ("let nodes share GPUs (--set share_gpus=true), " * (nproc <= len(gpus) and inventory.engine != "slurm"))
             + "or train with gloo on CPU (--gpus none)",
         )
     return gpus

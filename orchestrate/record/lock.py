@@ -148,6 +148,12 @@ def supervisor(paths: JobPaths) -> Supervisor | Batch | None:
     return batch.holder(submitted) if submitted and not slurm.is_inside(submitted.id) else holder(paths)
 
 
+def is_queued(paths: JobPaths) -> bool:
+    """Whether the supervisor of a job waits in the queue of a scheduler."""
+    found = supervisor(paths)
+    return isinstance(found, Batch) and found.waits()
+
+
 def holder(paths: JobPaths) -> Supervisor | None:
     """Return the process on this machine that supervises a job, or None.
 

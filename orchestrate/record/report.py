@@ -210,7 +210,7 @@ def line(event: events.Event) -> str:
         case events.GenerationStarting(generation=number) if number:
             return f"generation {number}: {event.world_size} workers"
         case events.GenerationEnded(outcome=Outcome.REQUEUED):
-            return "the allocation ends: the workers have stopped, and continue in the next one"
+            return "the allocation ends: the workers have stopped"
         case events.GenerationEnded(cause=cause) if cause:
             return f"generation {event.generation} failed: {cause.summary}"
         case events.RestartDecided(restart=True):

@@ -158,13 +158,13 @@ REQUEUES = "requeues"  # how many further allocations a job gets
 # Options of sbatch that follow from other keys, or would break what the job relies on.
 SET_HERE = {
     **{name: "nodes" for name in ("nodes", "ntasks", "ntasks-per-node", "ntasks-per-gpu", "tasks-per-node")},
-    **{name: "name" for name in ("job-name", "comment")},
+    "job-name": "name",
     **{name: "cpus" for name in ("cpus-per-task", "cpus-per-gpu", "mincpus")},
     **{name: "memory" for name in ("mem", "mem-per-cpu", "mem-per-gpu")},
     **{name: "gpus" for name in ("gpus", "gpus-per-node", "gpus-per-task", "gpus-per-socket")},
-    **{name: "" for name in ("array", "batch", "chdir", "error", "export", "export-file", "get-user-env", "input")},
-    **{name: "" for name in ("kill-on-invalid-dep", "no-kill", "no-requeue", "open-mode", "output", "parsable")},
-    **{name: "" for name in ("quiet", "requeue", "signal", "test-only", "wait", "wrap")},
+    **{name: "" for name in ("array", "batch", "chdir", "comment", "error", "export", "export-file", "get-user-env")},
+    **{name: "" for name in ("input", "kill-on-invalid-dep", "no-kill", "no-requeue", "open-mode", "output")},
+    **{name: "" for name in ("parsable", "quiet", "requeue", "signal", "test-only", "wait", "wrap")},
 }
 
 
@@ -179,19 +179,20 @@ OPTION = r"[a-z][a-z-]{1,30}"
     }
 )
 def slurm(value: Any) -> dict[str, str]:
-    """Options of sbatch by name; `true` is an option without a value, and `requeues` a limit of our own."""
+    """Options of sbatch by name: `true` is one without a value, and `false` none; `requeues` is a limit of our own."""
     if not isinstance(value, Mapping):
         raise ValueError("a mapping of options of sbatch, such as {partition: gpu}")
-    found = {str(name): "" if content is True else str(content) for name, content in value.items()}
+    given = {str(name): content for name, content in value.items() if content is not False}
+    found = {name: "" if content is True else str(content) for name, content in given.items()}
     for name, content in found.items():
         if not re.fullmatch(OPTION, name):
             raise ValueError(f"a mapping of options of sbatch by their long names, such as partition, not {name}")
         if name in SET_HERE:
-            other = f"the key {SET_HERE[name]} sets it" if SET_HERE[name] else "orchestrate sets it"
-            raise ValueError(f"a mapping without {name}: {other}")
+            why = f"the key {SET_HERE[name]} sets it" if SET_HERE[name] else "it is set already, or not supported"
+            raise ValueError(f"a mapping without {name}: {why}")
         if name == REQUEUES and not re.fullmatch("[0-9]{1,6}", content):
             raise ValueError("a mapping in which requeues is a whole number")
-        if not isinstance(value[name], (str, int, float)) or not content.isprintable() or len(content) > 1000:
+        if not isinstance(given[name], (str, int, float)) or not content.isprintable() or len(content) > 1000:
             raise ValueError(f"a mapping of options to text on one line; the value of {name} is something else")
     return {name: "" if content == "true" else content for name, content in found.items()}
 

@@ -11,12 +11,14 @@ from typing import Any
 import yaml
 
 from orchestrate.errors import UsageError
+from orchestrate.node.ranks import CONTRACT
 from orchestrate.spec.command import read
 from orchestrate.spec.inputs import SET_HERE
 from orchestrate.spec.redact import is_secret
 
 SHORT = dict(A="account", C="constraint", G="gpus", J="job-name", L="licenses", N="nodes", c="cpus-per-task")
 SHORT |= dict(d="dependency", n="ntasks", p="partition", q="qos", t="time", w="nodelist", x="exclude")
+ENDS = re.compile(r"[&|;<>]|[0-9]>")  # of a command, to the shell
 STARTS = re.compile(r"\b(srun|torchrun|mpirun|python3?|accelerate)\b")
 MAPPED = ("job-name", "nodes", "ntasks-per-node", "cpus-per-task", "mem", "gpus", "gpus-per-node")
 SHOWN = (".", "source", "module", "conda", "cd", "mkdir", "srun", "python", "python3")  # lines that hold no secrets
@@ -39,9 +41,12 @@ def job_file(text: str) -> str:
     per_node = re.fullmatch(r"(?:gpu:)?(?:[\w.-]+:)?(\d{1,6})", found.get("gpus-per-node") or found.get("gres", ""))
     gpus = int(per_node[1]) * nodes if per_node else _number(found.get("gpus"))
     known = {"SLURM_NNODES": nodes, "SLURM_JOB_NUM_NODES": nodes, "SLURM_GPUS_ON_NODE": gpus // nodes}
+    known |= {"SLURM_GPUS_PER_NODE": gpus // nodes, "SLURM_NTASKS_PER_NODE": tasks}
     lines = _lines(text)
     start, command, launched = _command(lines, known)
     job |= {"nodes": nodes, "nproc_per_node": tasks} | launched
+    if not job["nproc_per_node"]:  # one for each GPU, which is the default
+        del job["nproc_per_node"]
     if cores := _number(found.get("cpus-per-task")):
         job["cpus"] = cores * tasks
     if memory := re.fullmatch(r"(\d{1,15})([KMGT]?)B?", found.get("mem", ""), re.I):
@@ -69,7 +74,7 @@ def _settings(lines: list[str]) -> tuple[dict[str, str], list[str]]:
     env, left = dict[str, str](), list[str]()
     for line in lines:
         match = re.fullmatch(r"export (\w+)=([\w./:,@%+-]*|'[^']*')", line)
-        if match and not is_secret(match[1], match[2]):
+        if match and match[1] not in CONTRACT and not is_secret(match[1], match[2]):
             env[match[1]] = match[2].strip("'")
         else:
             left.append(_named(line))
@@ -103,19 +108,17 @@ def _options(text: str) -> dict[str, str]:
     """Return the options of #SBATCH lines by their long names."""
     found = {}
     for line in re.findall(r"^#SBATCH\s+(\S.*)$", text, re.M):
-        name, _, value = line.strip().partition("=") if line.startswith("--") and "=" in line else _parted(line)
-        value = value.partition(" #")[0].strip().strip("\"'")
-        name = name.removeprefix("--") if name.startswith("--") else SHORT.get(name[1:2], "")
-        if name:
-            found[name] = value
+        try:
+            words = shlex.split(line, comments=True)
+        except ValueError:
+            words = line.split()
+        for word, after in zip(words, [*words[1:], ""]):
+            name, equals, value = word.removeprefix("--").partition("=")
+            if not word.startswith("--"):
+                name, value = SHORT.get(word[1:2], "") if word.startswith("-") else "", word[2:]
+            if name:
+                found[name] = value if value or equals or after.startswith("-") else after
     return found
-
-
-def _parted(line: str) -> tuple[str, str, str]:
-    """Split an option and its value, which follows a short one directly, or after a space."""
-    if line.startswith("--") or line[2:3].isspace() or len(line) < 3:
-        return line.partition(" ")
-    return line[:2], "", line[2:]
 
 
 def _command(lines: list[str], known: Mapping[str, int]) -> tuple[str, list[str], dict[str, int]]:
@@ -128,11 +131,14 @@ def _command(lines: list[str], known: Mapping[str, int]) -> tuple[str, list[str]
             words = shlex.split(re.sub(r"\$\{?(SLURM_\w+)\}?", lambda match: str(known.get(match[1], match[0])), line))
         except ValueError:
             continue
+        words = words[: next((place for place, word in enumerate(words) if ENDS.match(word)), None)]
         for place, word in enumerate(words):
             if word == "torchrun" or words[place + 1 : place + 3] == ["-m", "torch.distributed.run"]:
                 with contextlib.suppress(UsageError):
                     command, keys = read(tuple(words[place:]))
                     numbers = {name: str(keys.get(name, "")) for name in ("nproc_per_node", "max_restarts")}
+                    if "nproc_per_node" not in keys and any(word.startswith("--nproc") for word in words):  # gpu, auto
+                        numbers["nproc_per_node"] = "0"
                     return line, [*command], {name: int(text) for name, text in numbers.items() if text.isdecimal()}
             if word.endswith(".py") or word == "-m":
                 return line, words[place:], {}

@@ -23,6 +23,7 @@ from orchestrate.supervise.stores import NoCopies
 ENGINE_TIMEOUT = 300.0  # seconds that the engine may not respond, or the disk of the run directory may be full
 STOPPING_TIMEOUT = 10.0  # the same in seconds while the job is being stopped
 BY_USER, BY_MAX_RUN, BY_SCHEDULER = "stopped by the user", "max_run was reached", "the allocation ends"
+BY_REQUEUES = "slurm.requeues"  # and its value
 TRANSIENT_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
 
 

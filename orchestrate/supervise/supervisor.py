@@ -12,7 +12,7 @@ from orchestrate.plan.plan import Plan
 from orchestrate.record import events
 from orchestrate.record.outcomes import GenerationResult, JobResult, Outcome
 from orchestrate.spec.patterns import Patterns
-from orchestrate.supervise.context import BY_USER, JobContext, Over, Requeued
+from orchestrate.supervise.context import BY_REQUEUES, BY_USER, JobContext, Over, Requeued
 from orchestrate.supervise.generation import Generation
 from orchestrate.supervise.nodes import Nodes
 from orchestrate.supervise.policy import Decision, decide
@@ -149,7 +149,7 @@ class Supervisor:
             if not self.history.recent:
                 raise
             if isinstance(error, AllocationLost):
-                self.job.warn(f"{error}: another one is requested")
+                self.job.warn(f"{error}: the job goes back to the queue, for another one")
                 raise self._requeued() from None
             if isinstance(error, EngineLost):
                 raise Over(JobResult(Outcome.LOST, str(error))) from None
@@ -161,7 +161,7 @@ class Supervisor:
         """Return what ends this supervisor: the job continues in another allocation, or has had as many as it may."""
         limit = self.spec.slurm.get("requeues")
         if limit and sum(ended.outcome == Outcome.REQUEUED for ended in self.history.recent) > int(limit):
-            return Over(JobResult(Outcome.STOPPED, f"slurm.requeues is {limit}"))
+            return Over(JobResult(Outcome.STOPPED, f"{BY_REQUEUES} is {limit}"))
         return Requeued()
 
     def _search(self, pattern: str, text: str) -> bool:

@@ -15,7 +15,7 @@ from orchestrate.cli import display, find, options, result, signals, waiting
 from orchestrate.cli.args import Args
 from orchestrate.cli.parser import Parser
 from orchestrate.clock import Clock, wait_until
-from orchestrate.console import clean, print_message, shortened
+from orchestrate.console import clean, print_message
 from orchestrate.engines import choice
 from orchestrate.engines.base import Engine
 from orchestrate.errors import OrchestrateError, UsageError
@@ -30,6 +30,7 @@ from orchestrate.supervise import launch, stores
 from orchestrate.supervise.context import Requeued
 
 KEYS = "Ctrl-C detaches; the job continues"
+LAST_WORDS = 300  # characters of what a batch script has printed, in an error
 RECORDED_AFTER = 60.0  # seconds after which the command that has submitted a job has recorded its number
 SHOWN_AFTER = 5.0  # seconds after which another machine sees what was written to a shared folder
 
@@ -47,6 +48,9 @@ def run(args: Args) -> int:
     """Follow a job until it ends, supervise it if it has no supervisor, and print the report."""
     paths = find.paths_of(args)
     if args.batch and not wait_until(lambda: batch.is_own(paths), RECORDED_AFTER, args.clock, 0.1):
+        if not paths.root.is_dir():
+            what = f"this machine does not see the run directory {paths.root}"
+            raise UsageError(what, "start jobs in a folder that all machines share")
         what = f"{paths.root.name} was not submitted as this job of Slurm, but as {batch.of(paths) or 'none'}"
         raise UsageError(what, f"python -m orchestrate attach {paths.root.name}, on a login node")
     if args.batch:
@@ -71,7 +75,7 @@ def until_end(args: Args, paths: JobPaths) -> int:
                     waiting.in_queue(supervisor, args.clock)
             now = run_dir.load(paths)[1]
             with display.shown(args, now, paths, KEYS) as shown, waiting.detaching(paths.root.name):
-                follow(paths, spec, now, shown, follower, args.clock)
+                follow(paths, spec, now, shown, follower, args.clock, queued=False)
             continue
         if run_dir.ended(paths):
             continue
@@ -128,7 +132,7 @@ def _left_the_queue(paths: JobPaths, followed: batch.Batch) -> None:
     if state != "CANCELLED":
         said = ""
         with contextlib.suppress(OSError, ValueError):
-            said = f": {shortened(clean(content(batch.early_log(paths)).strip()), 300)}"
+            said = f": {clean(content(batch.early_log(paths)).strip())[-LAST_WORDS:]}"
         what = f"{followed} has left the queue{f' ({state})' * bool(state)}, and has not recorded its result{said}"
         hint = "python -m orchestrate doctor --engine slurm checks whether machines see this folder"
         raise OrchestrateError(what, f"{hint}; attach {paths.root.name} submits it again")

@@ -294,13 +294,17 @@ def test_ctrl_c_must_detach_and_a_killed_supervisor_be_submitted_again_once(jobs
 
 def test_doctor_must_report_the_cluster_and_what_a_machine_sees(jobs):
     code, out, err = jobs("doctor", "--engine", "slurm")
-    assert code == 0, out + err
+    assert code == 0 and "Slurm accepts a job of 1 node with these options" in out, out + err
     assert re.search(r"^ok +Slurm \d+\.\d+", out, re.M) and f"accounting is {'on' if ACCOUNTING else 'off'}" in out
     assert "partition all: 3 machines, 3 free; " in out and "no GPUs; no time limit" in out
     assert re.search(r"n\d has Python 3\.\d+\.\d+ at /opt/venv/bin/python\n", out) and "sees this folder" in out
     code, out, _ = jobs("doctor", "--engine", "slurm", "--set", "slurm.partition=nope")
     assert code == 4 and "there is no partition nope\n         hint: partitions are all, urgent" in out
+    assert "Slurm refuses a job of 4 nodes with these options: sbatch: " in out
     assert "no machine could be asked" in out and "nope" in out.rpartition("no machine could be asked")[2]
+    words = (PYTHON, "-m", "orchestrate", "doctor", "--engine", "slurm", "--nodes", "9")
+    out = jobs.cluster("env", "HOME=/root", *words, folder=jobs.folder)
+    assert "warning  Slurm refuses a job of 9 nodes" in out and "does not see /root/.local/state/orchestrate," in out
     process = jobs.cluster.orchestrate(Path("/"), "doctor", "--engine", "slurm")
     assert "does not see this folder" in process.communicate(timeout=60)[0] and process.returncode == 4
 
@@ -311,6 +315,7 @@ def test_a_preempted_job_must_save_and_be_put_back_into_the_queue(jobs, code):
     """Whatever the exit code of its workers, which Slurm tells to end."""
     (jobs.folder / "joined.py").write_text(JOINED if code else JOINED.replace("runpy.run_path", IGNORES))
     run = jobs.detach("--nodes", "3", "--set", "grace=5s", "--", "joined.py", "100000")
+    follower = jobs.cluster.orchestrate(jobs.folder, "attach", run.name)
     eventually(lambda: len(jobs.steps(run, 2)) > 15)
     jobs.cluster("sbatch", "--partition", "urgent", "--nodes", "3", "--wrap", "true", folder=jobs.folder)
     eventually(
@@ -330,6 +335,8 @@ def test_a_preempted_job_must_save_and_be_put_back_into_the_queue(jobs, code):
     assert complete(steps, last=steps[-1][0])
     assert jobs("stop", run.name)[0] == 0 and report(run)["outcome"] == "stopped"
     eventually(lambda: jobs.cluster("squeue", "-h") == "")  # and is not put back once more
+    seen = follower.communicate(timeout=60)[1].partition("the allocation ends: the workers have stopped\n")[2]
+    assert re.search(rf"^job {number(run)} of Slurm is pending \(\w+\)", seen, re.M) and follower.returncode == 130
 
 
 @pytest.mark.exhaustive
@@ -341,6 +348,7 @@ def test_the_end_of_the_allocation_must_let_workers_save_and_requeue_the_job_unt
     )  # the signal that Slurm sends before the time limit
     found = report(run)
     assert (found["outcome"], found["reason"]) == ("stopped", "slurm.requeues is 0")
+    assert jobs("wait", run.name)[0] == 124
     assert (run / "checkpoints" / "rank-1").read_text() == str(jobs.steps(run, 1)[-1][0])
 
 

@@ -44,6 +44,14 @@ def test_options_must_become_keys_and_the_command_that_of_the_script():
         ("#SBATCH --gpus-per-node=4\n#SBATCH -N2", {"gpus": 8}),
         ("#SBATCH --gpus=3", {"gpus": 3}),
         ("#SBATCH -A vision\n#SBATCH -q high", {"slurm": {"account": "vision", "qos": "high"}}),
+        ("#SBATCH -J sig -N 2 -c1", {"name": "sig", "nodes": 2, "cpus": 1}),
+        (
+            "#SBATCH --qos=high --exclusive --constraint 'a b'",
+            {"slurm": {"qos": "high", "exclusive": True, "constraint": "a b"}},
+        ),
+        ("#SBATCH -N2\nsrun python train.py --lr 1 > log 2>&1 &\nwait", {"command": ["train.py", "--lr", "1"]}),
+        ("#SBATCH -N2\nsrun torchrun train.py --lr 1 &", {"command": ["train.py", "--lr", "1"]}),
+        ("#SBATCH -N2\nexport MASTER_PORT=29500\nexport A=1\ntorchrun train.py", {"env": {"A": "1"}}),
     ],
 )
 def test_other_forms_of_options_must_be_read(lines, found):
@@ -58,12 +66,13 @@ def test_other_forms_of_options_must_be_read(lines, found):
         ("srun python -m torch.distributed.run --nproc-per-node ${SLURM_GPUS_ON_NODE} train.py", 4),
         ("srun torchrun train.py", 1),
         ("srun torchrun --nproc-per-node=$N train.py", 1),
+        ("srun torchrun --nproc-per-node=gpu train.py", None),
         ("srun --ntasks-per-node=4 python train.py", 1),
     ],
 )
 def test_the_workers_of_torchrun_must_be_those_of_the_job(start, workers):
     job = yaml.safe_load(job_file(f"#SBATCH -N 2\n#SBATCH --gres=gpu:4\n{start}"))
-    assert (job["nproc_per_node"], job["gpus"], job["command"]) == (workers, 8, ["train.py"])
+    assert (job.get("nproc_per_node"), job["gpus"], job["command"]) == (workers, 8, ["train.py"])
     assert "slurm" not in job
 
 
