@@ -5,6 +5,7 @@ OrchestrateError          1
 ├── EngineError           3   the engine does not respond, or refuses a request
 │   ├── EngineLost        3   the engine does not respond at all
 │   └── AllocationLost    3   a scheduler's allocation has too few machines left; another one may have enough
+├── Unsupervised          5   a job has not ended, and nothing supervises it, so the outcome is unknown
 ├── StorageError          3   the object store refuses a request, or has no intact copy
 │   └── StorageLost       3   the object store does not respond; it may come back
 │       └── StorageBusy   3   the object store responds, but is overloaded or fails
@@ -53,6 +54,12 @@ class EngineLost(EngineError):
 
 class AllocationLost(EngineError):
     """The allocation of a scheduler has too few machines left; another one may have enough."""
+
+
+class Unsupervised(OrchestrateError):
+    """A job has not ended, and nothing supervises it, so the outcome is unknown."""
+
+    exit_code = LOST
 
 
 class StorageError(OrchestrateError):

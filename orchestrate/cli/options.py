@@ -51,7 +51,7 @@ COMMAND = "[[--] SCRIPT.py ARGS | -m MODULE ARGS | PROGRAM ARGS]"
 EXITS = """\
 exit codes:
   0    succeeded                   4    something missing: image, GPUs, Compose
-  1    a worker failed             5    lost: the engine stopped responding
+  1    a worker failed             5    lost: the outcome is unknown
   2    bad usage or job file       124  the time limit --max-run was reached
   3    no engine, no object store  130  stopped by the user
 """

@@ -23,6 +23,7 @@ from orchestrate.spec.folders import data_paths, data_variables
 from orchestrate.spec.spec import JobSpec
 
 VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
+UNSEEN = "! -name runs ! -name '.*'"  # for find: what nodes do not see, or rarely need
 DROPPED_KEYS = ("profiles", "build")
 
 
@@ -86,7 +87,8 @@ def _head(spec: JobSpec, job: Shape, run: str, code: str, user: tuple[int, int] 
     if user and not _is_readable(Path(code), *user):
         lines += [
             f"Nodes run as user {user[0]}, who cannot read all of the code yet:",
-            f"  chmod -R a+rX {quoted(code)}",
+            f"  chmod a+rX {quoted(code)} && "
+            f"find {quoted(code)} -mindepth 1 -maxdepth 1 {UNSEEN} -exec chmod -R a+rX {{}} +",
         ]
     lines.append("The working directory is read-only: results belong into the folder that JOB_DIR names.")
     if job.secrets:

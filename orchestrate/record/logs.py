@@ -29,6 +29,7 @@ NOISE = re.compile(  # what torch's C++ code prints after an error
     r"|Compile with `TORCH_USE_CUDA_DSA`|Search for `cuda)"
 )
 LAST_OUTPUT = 4096  # bytes of earlier output of each rank that `attach` shows
+UP = b"\x1b[A"  # the cursor goes up: ends each state of a bar of tqdm below another one
 MARK = b"[node] generation "  # start of the line that a node writes before the output of each later generation
 
 
@@ -137,10 +138,12 @@ class Follower:
     def _block(self, rank: int, raw: bytes, offset: int) -> Iterator[Block]:
         own = [line for line in raw.split(b"\n") if not line.startswith(MARK)] if MARK in raw else [raw]
         self.silent = self.silent and not own
-        if not self.marks:
-            if not own:
-                return
-            raw = b"\n".join(own)
+        kept = [raw] if self.marks else own
+        if UP in raw:
+            kept = [line for part in kept for line in part.split(b"\n") if not line.endswith(UP)]
+        if not kept:
+            return
+        raw = b"\n".join(kept)
         if (text := self.hide(plain := clean(raw))) != plain:
             text = "\n".join(map(self.hide, plain.split("\n")))  # a secret of several lines must not become one
         yield Block(rank, text, self._colored(raw, text), raw, offset)

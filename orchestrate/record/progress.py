@@ -26,6 +26,7 @@ BAR = re.compile(
 )
 # rich, as Lightning sets it up: `Epoch 3/9 ━━━━━━ 12/27 0:00:01 • 0:00:02 7.41it/s loss: 0.1`
 RICH = re.compile(rf"━\s+{COUNT}/{COUNT}\s+{CLOCK}\s+•\s+(?:{CLOCK}|-:--:--)(?:\s+({NUMBER})()it(/s))?\s*(.{{0,500}})")
+EVALUATES = re.compile(r"\b(?:Validation|Sanity Checking|Testing|Predicting)\b")  # in Lightning, before such a bar
 EPOCH_OF = re.compile(r"\bepoch\W{0,3}([0-9]{1,9})\b")  # before a bar
 # A dict without nested values, at the end of a line.
 FLAT = re.compile(r"^([^{}]{0,60}?)(\{[^(\[{}]*\})\s*$")
@@ -229,6 +230,8 @@ def _whole(number: float | None) -> int | None:
 
 def _of_bar(bar: re.Match[str], before: str) -> Progress:
     step, step_unit, total, total_unit, _, left, rate, inverse, _, rest = bar.groups()
+    if EVALUATES.search(before):
+        return Progress(bar=True)
     rate_value = float(rate) if rate else 0.0
     return Progress(
         step=_whole(float(step) * FACTORS[step_unit]),

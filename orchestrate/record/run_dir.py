@@ -14,7 +14,7 @@ import stat
 from pathlib import Path
 from typing import Any, NoReturn
 
-from orchestrate.errors import OrchestrateError, UsageError
+from orchestrate.errors import OrchestrateError, Unsupervised, UsageError
 from orchestrate.files import folder
 from orchestrate.files.folder import content
 from orchestrate.files.paths import JOB
@@ -236,9 +236,9 @@ def runs(paths: JobPaths) -> bool:
 
 
 def unsupervised(paths: JobPaths) -> NoReturn:
-    """Raise OrchestrateError for a job without a supervisor, since no result will be reported."""
+    """Raise Unsupervised for a job without a supervisor, since no result will be reported."""
     name = paths.root.name
-    raise OrchestrateError(
+    raise Unsupervised(
         f"{name} has no supervisor, so no result will be reported", f"python -m orchestrate attach {name}"
     )
 

@@ -279,7 +279,7 @@ def test_wait_must_return_the_jobs_exit_code_and_refuse_an_unsupervised_job(cli,
     waiting = cli.start("wait", cli.run_dir().name)
     kill_orchestrator(job)
     _, err = waiting.communicate(timeout=150)
-    assert waiting.returncode == 1
+    assert waiting.returncode == 5
     assert "has no supervisor" in err and f"hint: python -m orchestrate attach {cli.run_dir().name}" in err
     job.kill_worker(1)
     assert attach(cli).returncode == 1

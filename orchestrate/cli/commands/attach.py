@@ -18,7 +18,7 @@ from orchestrate.clock import Clock, wait_until
 from orchestrate.console import clean, print_message
 from orchestrate.engines import choice
 from orchestrate.engines.base import Engine
-from orchestrate.errors import OrchestrateError, UsageError
+from orchestrate.errors import Unsupervised, UsageError
 from orchestrate.files.folder import content
 from orchestrate.host import slurm
 from orchestrate.record import batch, lock, run_dir
@@ -127,7 +127,7 @@ def _submit(paths: JobPaths, clock: Clock) -> None:
 
 
 def _left_the_queue(paths: JobPaths, followed: batch.Batch) -> None:
-    """Record the end of a job that was canceled in the queue; raise OrchestrateError for one whose end is unknown."""
+    """Record the end of a job that was canceled in the queue; raise Unsupervised for one whose end is unknown."""
     state = batch.last_state(followed)
     if state != "CANCELLED":
         said = ""
@@ -135,7 +135,7 @@ def _left_the_queue(paths: JobPaths, followed: batch.Batch) -> None:
             said = f": {clean(content(batch.early_log(paths)).strip())[-LAST_WORDS:]}"
         what = f"{followed} has left the queue{f' ({state})' * bool(state)}, and has not recorded its result{said}"
         hint = "python -m orchestrate doctor --engine slurm checks whether machines see this folder"
-        raise OrchestrateError(what, f"{hint}; attach {paths.root.name} submits it again")
+        raise Unsupervised(what, f"{hint}; attach {paths.root.name} submits it again")
     from orchestrate.api import stop  # only here: it takes time to import
 
     print_message(f"{followed} was canceled")

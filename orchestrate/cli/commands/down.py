@@ -41,8 +41,9 @@ def run(args: Args) -> int:
     exact = [each for each in clusters if each.name == named]
     matches = exact or [each for each in clusters if each.name.startswith(named)]
     if not named and len(matches) != 1:
-        known = f"name one of {', '.join(each.name for each in matches)}" if matches else f"no clusters in {args.shown}"
-        raise UsageError("no cluster given", known)
+        if not matches:
+            raise UsageError(f"no clusters in {args.shown}")
+        raise UsageError("no cluster given", f"name one of {', '.join(each.name for each in matches)}")
     there = JobPaths(args.runs / named)
     if not matches and there.root.is_dir() and not there.plan.exists() and records.find(there.root):
         return _remove_partial(args, there)

@@ -83,7 +83,7 @@ def test_a_job_that_came_with_the_project_must_only_be_displayed(do: Commands, p
         assert ("does not contain a job that can continue" if has_ended else NOT_OURS) in err[0]
     for command in ("attach", "stop"):
         assert do(command, "a-1")[0] == 2
-    assert do("wait", "a-1")[0] == (0 if has_ended else 1)
+    assert do("wait", "a-1")[0] == (0 if has_ended else 5)
     assert do("rm", "a-1") == (0, [], ["a-1 removed"])
     assert do.engine.calls == []
 
@@ -127,7 +127,7 @@ def test_a_plan_that_is_too_large_or_has_wrong_types_must_be_refused(paths, edit
 def test_a_huge_file_must_not_be_read(do: Commands, paths, name):
     with (paths.root / name).open("ab") as file:
         file.truncate(300 << 30)
-    assert run_dir.ended(paths) is None and do("wait", "a-1")[0] == 1
+    assert run_dir.ended(paths) is None and do("wait", "a-1")[0] == 5
     if name == "job.yaml":
         assert do("logs", "a-1")[0] == 2
 

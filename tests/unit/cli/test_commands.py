@@ -195,7 +195,7 @@ def test_logs_must_show_what_was_written_just_before_the_end(do, paths, monkeypa
 
     monkeypatch.setattr(lock, "holder", holder)
     expected = ["error: a-1 has no supervisor, so no result will be reported", "hint: python -m orchestrate attach a-1"]
-    assert do("logs", "a-1", "-f", "--rank", "0") == (1, ["first", "last, without a newline"], expected)
+    assert do("logs", "a-1", "-f", "--rank", "0") == (5, ["first", "last, without a newline"], expected)
     assert do("logs", "a-1", "--rank", "0")[0] == 0
 
 

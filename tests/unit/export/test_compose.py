@@ -83,7 +83,7 @@ def test_nodes_exported_by_root_must_run_as_the_same_user_as_under_the_orchestra
 
 def test_a_folder_that_nodes_cannot_read_must_be_noted_in_the_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    mine, line = f"{os.getuid()}:{os.getgid()}", f"#   chmod -R a+rX {tmp_path}\n"
+    mine, line = f"{os.getuid()}:{os.getgid()}", "who cannot read all of the code yet:\n"
     script = tmp_path / "train.py"
     script.touch()
     modes = [(0o700, 0o644, "4321:4321", True), (0o755, 0o600, "4321:4321", True), (0o755, 0o644, "4321:4321", False)]
@@ -91,6 +91,20 @@ def test_a_folder_that_nodes_cannot_read_must_be_noted_in_the_file(tmp_path, mon
         tmp_path.chmod(mode)
         script.chmod(of_script)
         assert (line in compose(resolve({"command": COMMAND, "user": user}), "digits")) is noted
+
+
+def test_what_makes_code_readable_must_leave_run_directories_closed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for folder in ("a b", "a b/below", "runs", "runs/a-1"):
+        (tmp_path / folder).mkdir(mode=0o700)
+    for file in ("train.py", "a b/below/data.bin", "runs/a-1/plan.json"):
+        (tmp_path / file).touch(0o600)
+    text = compose(resolve({"command": COMMAND, "user": "4321:4321"}), "digits")
+    subprocess.run(["sh", "-c", text.partition("read all of the code yet:\n#")[2].partition("\n")[0]], check=True)
+    modes = {path: stat.S_IMODE((tmp_path / path).stat().st_mode) for path in ("train.py", "a b/below/data.bin", "a b")}
+    assert modes == {"train.py": 0o644, "a b/below/data.bin": 0o644, "a b": 0o755}
+    assert stat.S_IMODE((tmp_path / "runs").stat().st_mode) == 0o700
+    assert stat.S_IMODE((tmp_path / "runs" / "a-1" / "plan.json").stat().st_mode) == 0o600
 
 
 def test_other_users_must_not_be_able_to_enter_the_run_directory(tmp_path, monkeypatch):

@@ -354,3 +354,17 @@ def test_a_progress_bar_must_be_shown_from_a_line_whose_beginning_was_skipped(pa
 def test_the_tail_must_not_begin_within_a_line_that_may_have_a_secret(paths, rest, shown):
     paths.log(0).write_text("x" * 300 + SECRET + "z" * (TAIL + 2 - len(SECRET) - len(rest)) + rest)
     assert hide(tail(paths.folder, 0)) == shown
+
+
+@pytest.mark.parametrize("marks", [True, False])
+def test_the_states_of_a_bar_below_another_one_must_not_become_lines(paths, marks):
+    tqdm = pytest.importorskip("tqdm")
+    with paths.log(0).open("w") as file:
+        with tqdm.tqdm(total=2, file=file, mininterval=0, desc="train") as outer:
+            for _ in range(2):
+                for _ in tqdm.tqdm(range(50), file=file, mininterval=0, desc="validate", position=1, leave=False):
+                    pass
+                outer.update()
+        file.write("done\n")
+    found = read(Follower(paths, [0], marks=marks), end=True)
+    assert not [line for line in found if "validate" in line] and found[-1] == "0 done" and len(found) < 6
