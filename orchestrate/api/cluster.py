@@ -209,8 +209,8 @@ def bring_up(
     Its GPUs are those of the inventory `gpus`, if given, which a job has claimed.
     No other process uses it before `held` exits. Removes everything again on failure.
     """
-    name = run_dir.new_id(spec)
-    paths = JobPaths(runs / name)
+    paths = run_dir.new_paths(spec, runs)
+    name = paths.root.name
     engine.prepare(spec, paths.nodes)
     asked = dataclasses.replace(spec, queue=False, gpus="none" if gpus else spec.gpus)
     inventory, own = engine.inventory(asked, paths.nodes, run_image=True)

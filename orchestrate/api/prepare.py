@@ -153,7 +153,7 @@ def _begin(spec: JobSpec, runs: Path) -> tuple[Engine, JobPaths, Callable[[], st
     code = code_folder(spec.command)
     preload.start(spec, code)  # while the engine's modules are imported
     revision = worktree.revision(code)
-    return choice.select_engine(spec), JobPaths(runs / run_dir.new_id(spec)), revision
+    return choice.select_engine(spec), run_dir.new_paths(spec, runs), revision
 
 
 def _placement(

@@ -214,7 +214,7 @@ def add_runs(command: argparse.ArgumentParser) -> None:
 
 
 def name(text: str) -> str:
-    """Check the name of a job or cluster, or its prefix: the characters of `store.new_id`, so that none is a path."""
+    """Check the name of a job or cluster, or its prefix: the characters of new ones, so that none is a path."""
     if not re.fullmatch("[a-z0-9-]{1,63}", text):
         raise argparse.ArgumentTypeError(f"invalid name {quoted(text)}: use lowercase letters, digits and hyphens")
     return text

@@ -35,8 +35,7 @@ from orchestrate.node.files import PIECE, digest
 from orchestrate.node.messages import protocol
 from orchestrate.node.ranks import MASTER_PORT
 from orchestrate.plan.plan import plan, pluralize
-from orchestrate.record.paths import JobPaths
-from orchestrate.record.run_dir import new_id
+from orchestrate.record.run_dir import new_paths
 from orchestrate.spec.spec import IMAGE, JobSpec
 
 MIN_ENGINE_VERSION = (20, 10)  # the first with capabilities of services
@@ -139,7 +138,7 @@ def check_overlay(swarm: SwarmEngine, spec: JobSpec, hosts: set[str]) -> Iterato
             entry.size = PIECE
             archive.addfile(entry, io.BytesIO(os.urandom(PIECE)))
         data.flush()
-        paths = JobPaths(Path(folder, new_id(probe)))
+        paths = new_paths(probe, Path(folder))
         run = paths.shared
         try:
             paths.create(owner=users.nodes_of(probe.user))

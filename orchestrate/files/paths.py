@@ -32,7 +32,7 @@ def is_text(value: str) -> bool:
 
 
 SYSTEM = ("/proc", "/sys", "/dev", "/run", "/var/run", "/boot")  # with sockets, devices and kernel interfaces
-NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,60}")  # of a job or cluster, as created by `store.new_id`
+NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,60}")  # of a job or cluster, as created by `run_dir.new_paths`
 RUNS = "runs"  # folder of the run directories, unless `--runs` names another
 JOB, NODES = "job", "nodes"  # folders that are mounted in nodes: of a job, and of a cluster
 LOGS, CHECKPOINTS, METRICS = "logs", "checkpoints", "metrics.jsonl"  # in a job folder

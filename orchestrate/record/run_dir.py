@@ -34,9 +34,11 @@ from orchestrate.spec.spec import APP, JobSpec
 FILE = "file:"  # before the name of a secret that is a file, in the record
 
 
-def new_id(spec: JobSpec) -> str:
-    """A job id such as `mnist-4f2a91`: the job's name, and six random characters."""
-    return f"{slug(spec)}-{secrets.token_hex(3)}"
+def new_paths(spec: JobSpec, runs: Path) -> JobPaths:
+    """The paths of a new job such as `mnist-4f2a91`: the job's name, and six random characters."""
+    while os.path.lexists(found := runs / f"{slug(spec)}-{secrets.token_hex(3)}"):  # of a thousand jobs, two in 3 %
+        pass
+    return JobPaths(found)
 
 
 def slug(spec: JobSpec) -> str:

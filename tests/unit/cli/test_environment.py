@@ -259,7 +259,7 @@ def test_a_name_of_ten_thousand_characters_must_be_refused(here, capsys):
 def test_a_file_system_error_must_be_reported_with_the_file(here, capsys, monkeypatch):
     for about in (["/some/file"], []):
         monkeypatch.setattr(
-            "orchestrate.record.run_dir.new_id", raising(PermissionError(13, "Permission denied", *about))
+            "orchestrate.record.run_dir.new_paths", raising(PermissionError(13, "Permission denied", *about))
         )
         assert main(["plan", *PROCESS, "--", "hello.py"]) == 1
         assert capsys.readouterr().err == f"error: {': '.join(['Permission denied', *about])}\n"

@@ -1,6 +1,7 @@
 """From a spec to a report: a job's name, its files, and the output while it runs."""
 
 import errno
+import itertools
 import json
 import os
 import shutil
@@ -37,10 +38,18 @@ from orchestrate.spec.spec import JobSpec
         (JobSpec(name="日本"), "job"),
     ],
 )
-def test_a_job_must_have_a_name_that_is_valid_for_docker_and_dns(spec, name):
+def test_a_job_must_have_a_name_that_is_valid_for_docker_and_dns(tmp_path, spec, name):
     assert run_dir.slug(spec) == name
-    first, second = run_dir.new_id(spec), run_dir.new_id(spec)
+    first, second = (run_dir.new_paths(spec, tmp_path).root.name for _ in range(2))
     assert first != second and first.startswith(f"{name}-") and len(first) == len(name) + 7
+
+
+def test_a_job_must_not_get_the_name_of_another_one(tmp_path, monkeypatch):
+    (tmp_path / "a-000000").mkdir()
+    (tmp_path / "a-000001").symlink_to("none")
+    numbers = itertools.count()
+    monkeypatch.setattr("secrets.token_hex", lambda size: f"{next(numbers):0{2 * size}x}")
+    assert run_dir.new_paths(JobSpec(name="a"), tmp_path).root == tmp_path / "a-000002"
 
 
 def test_a_script_path_must_be_relative_to_the_code_folder(tmp_path, monkeypatch):
