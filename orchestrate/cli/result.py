@@ -29,7 +29,7 @@ EXIT_CODES = {Outcome.SUCCEEDED: errors.SUCCEEDED, Outcome.FAILED: errors.FAILED
 def exit_code(data: dict[str, Any]) -> int:
     """Return the exit code of a command for a job with this report."""
     if data["outcome"] == Outcome.STOPPED:
-        limited = data["reason"].startswith((BY_MAX_RUN, BY_REQUEUES))
+        limited = str(data["reason"]).startswith((BY_MAX_RUN, BY_REQUEUES))
         return errors.TIMED_OUT if limited else errors.INTERRUPTED
     return EXIT_CODES[data["outcome"]]
 

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import os
 import re
+import stat
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
@@ -169,7 +170,8 @@ class Follower:
         found = False
         for rank, folder in self._each():
             with contextlib.suppress(OSError):
-                found |= os.stat(_name(rank), dir_fd=folder).st_size > self.read[rank].offset
+                status = os.stat(_name(rank), dir_fd=folder, follow_symlinks=False)
+                found |= stat.S_ISREG(status.st_mode) and status.st_size > self.read[rank].offset
         return found
 
     def _each(self) -> Iterator[tuple[int, int]]:

@@ -11,7 +11,7 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -36,7 +36,8 @@ INTERVAL = (0.05, 0.25)  # seconds between reads of the logs, while workers writ
 MAX_READ, MIN_READ = 1 << 20, 8 << 10  # bytes of all logs, and at least of each, per read
 MAX_SHOW_SECONDS = 1.0  # seconds to show the lines of one read, before what has happened meanwhile
 LAST_LINES_TIMEOUT = 10.0  # seconds to show the remaining output at the end of a job
-MAX_SEARCH = 8 << 20  # bytes at the end of each log that are searched for progress without being shown
+# Bytes at the end of each log that are searched for progress without being shown, and seconds of CPU time for all.
+MAX_SEARCH, UNSEEN_SECONDS = 8 << 20, 5.0
 RECENT = 50  # lines of other workers in which their progress is searched, of those read together
 USAGE_INTERVAL = 1.0  # seconds
 READER_TIMEOUT = 60.0  # seconds for a slow reader of our output to take the last lines
@@ -136,7 +137,7 @@ class Feed:
                 patience.calm()
 
     def _follow(self) -> None:
-        self._search_gap()
+        self._search_each(self._gap())
         pause = INTERVAL[0]
         while not self.done.is_set():
             self.wake.wait(pause)
@@ -206,18 +207,25 @@ class Feed:
         """Search the output that is not shown for progress, since the report has the last metrics."""
         unread = self.follower.copied()
         unread.near_end(MAX_SEARCH)
-        for block in unread.blocks(end=True):
+        self._search_each(unread.blocks(end=True))
+
+    def _search_each(self, blocks: Iterable[Block]) -> None:
+        """Search output that is not shown for progress, as far as there is time."""
+        until = time.thread_time() + UNSEEN_SECONDS
+        for block in blocks:
+            if time.thread_time() > until:
+                log.warning("not all output was searched for progress")
+                break
             self._search(block)
 
-    def _search_gap(self) -> None:
-        """Search what workers have written after an earlier supervisor had read the rest, and before we begin."""
+    def _gap(self) -> Iterator[Block]:
+        """Read what workers have written after an earlier supervisor had read the rest, and before we begin."""
         for rank, notes in Times(self.paths.times, max(self.follower.read, default=0) + 1).notes.items():
             end, read = self.follower.read[rank].offset, notes[0][0]
             if read < end:
                 gap = Follower(self.paths, [rank], marks=False, hide=self.follower.hide)
                 gap.read[rank].offset, gap.read[rank].cut = max(read, end - MAX_SEARCH) - 1, True
-                for block in gap.blocks(most=end - gap.read[rank].offset):
-                    self._search(block)
+                yield from gap.blocks(most=end - gap.read[rank].offset)
 
     def _search(self, block: Block) -> list[Progress]:
         """Return the progress in lines of a worker, and pass it to the listeners."""

@@ -18,17 +18,18 @@ OF_HOOKS = {"GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_OBJECT_DIRECTORY"
 # Programs that a repository's own configuration could name are not run.
 PLAIN = (
     *("-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null", "-c", "protocol.ext.allow=never"),
-    *("-c", "safe.bareRepository=explicit"),
+    *("-c", "safe.bareRepository=explicit", "-c", "fetch.unpackLimit=1"),
     *("-c", "core.packedGitLimit=512m", "-c", "core.packedGitWindowSize=32m"),
 )
 PIECE = 1 << 16  # bytes per read
 MAX_OUTPUT = 1 << 20  # bytes
 QUICK = 5.0  # seconds; a huge repository must not delay the job
-# With a limit of memory, in KiB: to compare a file of empty lines takes 26 times its size.
 PARTS = ("objects", "refs", "HEAD", "packed-refs", "config")  # of `.git`
 NAMING = ("commondir", "objects/info/alternates")  # files that name another repository
 MAX_LOOKED_AT = 1_000_000  # entries of the folders in `.git`
-LIMITED = ("sh", "-c", 'ulimit -v 2097152; exec "$@"', "sh")
+# With limits: of memory, in KiB, since to compare a file of empty lines takes 26 times its size; and of the size of a
+# file, in blocks of 512 bytes, or in some shells of 1024.
+LIMITED = ("sh", "-c", f'ulimit -v 2097152; ulimit -f {8 << 21}; exec "$@"', "sh")
 
 
 class Late(OSError):
@@ -107,26 +108,26 @@ def environment() -> dict[str, str]:
     return kept | {"GIT_NO_LAZY_FETCH": "1"}
 
 
-def is_its_own(tree: Path, env: dict[str, str]) -> bool:
-    """Whether the repository of a working tree names that tree: `.git` may have come with a project, and name any.
+def repository_of(tree: Path, env: dict[str, str]) -> Path | None:
+    """Return the repository of a working tree if it names that tree, since `.git` may have come with a project.
 
-    That of a linked working tree has a file with the path of `.git`, and that of a submodule a setting.
+    That of a linked working tree has a file with the path of `.git`, and that of a submodule a setting. Raises OSError.
     """
     git = tree / ".git"
     if git.is_symlink() or git.is_dir():
-        return not git.is_symlink() and not leads_elsewhere(git)
+        return None if git.is_symlink() or leads_elsewhere(git) else git
     there = Path(os.fsdecode(output(["rev-parse", "--absolute-git-dir"], tree, env)).rstrip("\n"))
     found = []
     with contextlib.suppress(OSError):
-        found.append((there / content(there / "gitdir").rstrip("\n")).parent)
+        found.append((there / content(there / "gitdir").rstrip("\r\n")).parent)
     with contextlib.suppress(OSError):
         setting = output(["config", "--file", str(there / "config"), "core.worktree"], tree, env)
         found.append(there / os.fsdecode(setting).rstrip("\n"))
     shared = there
     with contextlib.suppress(OSError):  # of a linked working tree, whose own folder is in the repository
-        shared = (there / content(there / "commondir").rstrip("\n")).resolve()
+        shared = (there / content(there / "commondir").rstrip("\r\n")).resolve()
         found = [path for path in found if there.resolve().parent == shared / "worktrees"]
-    return tree.resolve() in [path.resolve() for path in found] and not leads_elsewhere(shared)
+    return there if tree.resolve() in [path.resolve() for path in found] and not leads_elsewhere(shared) else None
 
 
 def leads_elsewhere(git: Path) -> bool:

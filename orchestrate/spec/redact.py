@@ -10,7 +10,7 @@ import re
 from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, quote_plus
 
 from orchestrate.console import clean
 
@@ -157,5 +157,6 @@ def _parts(value: str) -> set[str]:
     parts |= {part.encode(errors="surrogateescape").decode(errors="replace") for part in parts}
     forms = (json.dumps, partial(json.dumps, ensure_ascii=False), repr)
     quoted = {form(part)[1:-1] for form in forms for part in parts}
-    quoted |= {quote(part, safe, errors="surrogateescape") for safe in ("", "/") for part in parts}
+    urls = (quote, partial(quote, safe=""), quote_plus)
+    quoted |= {form(part, errors="surrogateescape") for form in urls for part in parts}
     return parts | quoted | {*map(clean, parts)}

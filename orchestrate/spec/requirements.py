@@ -21,7 +21,7 @@ OPTIONS = (
 )
 LOCATIONS = ("--index-url", "-i", "--extra-index-url", "--find-links", "-f")
 INCLUDE = re.compile(r"(?:-r|--requirement)[ =]?\s*(\S+)")
-AFTER_HOST = re.compile(r"://[^/?#\s]*[/?#]\S*\$\{[A-Z0-9_]+\}")
+USER = re.compile(r"://[^/?#@\s]*@")
 VARIABLE = re.compile(r"\$\{([A-Z0-9_]+)\}")  # pip replaces only these
 LOCAL = re.compile(r"[^\s;@\[]*/|\.{1,2}$|~|.*\.(whl|tar\.gz|zip)$", re.IGNORECASE)
 FILE = re.compile(r"(.*[\s@+=])?file:", re.IGNORECASE)
@@ -110,7 +110,8 @@ def checked(line: str) -> str:
         raise ValueError(f"{line.split()[0]} {LOCALLY}")
     if is_secret("", VARIABLE.sub("", line)):
         raise ValueError("a URL contains a password: write ${NAME} instead, and set NAME in your environment")
-    if not line.startswith("-") and AFTER_HOST.search(line):  # pip keeps the URL, without the part before its @
+    # pip keeps the URL of a package, without what is before its @.
+    if not line.startswith("-") and ("@" in line or "://" in line) and VARIABLE.search(USER.sub("", line)):
         raise ValueError("a variable after the host of a URL would be stored with the package: write ${NAME}@HOST")
     return line
 

@@ -22,6 +22,7 @@ ENDS = re.compile(r"[&|;<>]|[0-9]>")  # of a command, to the shell
 STARTS = re.compile(r"\b(srun|torchrun|mpirun|python3?|accelerate)\b")
 MAPPED = ("job-name", "nodes", "ntasks-per-node", "cpus-per-task", "mem", "gpus", "gpus-per-node")
 SHOWN = (".", "source", "module", "conda", "cd", "mkdir", "srun", "python", "python3")  # lines that hold no secrets
+NUMBER = re.compile("[0-9]{1,9}")
 MAX_SHOWN = 100  # characters of a line that is not carried over
 MAX_SIZE = 1 << 16  # bytes of a script that are looked at
 
@@ -139,11 +140,12 @@ def _command(lines: list[str], known: Mapping[str, int]) -> tuple[str, list[str]
                     numbers = {name: str(keys.get(name, "")) for name in ("nproc_per_node", "max_restarts")}
                     if "nproc_per_node" not in keys and any(word.startswith("--nproc") for word in words):  # gpu, auto
                         numbers["nproc_per_node"] = "0"
-                    return line, [*command], {name: int(text) for name, text in numbers.items() if text.isdecimal()}
+                    found = {name: int(text) for name, text in numbers.items() if NUMBER.fullmatch(text)}
+                    return line, [*command], found
             if word.endswith(".py") or word == "-m":
                 return line, words[place:], {}
     return "", ["SCRIPT.py"], {}
 
 
 def _number(text: str | None) -> int:
-    return int(text) if text and re.fullmatch("[0-9]{1,9}", text) else 0
+    return int(text) if text and NUMBER.fullmatch(text) else 0

@@ -19,7 +19,7 @@ from orchestrate.errors import ResourceError, UsageError
 from orchestrate.files.folder import ENTER, ROOT
 from orchestrate.host import owners, private, writable
 from orchestrate.spec import git, redact
-from orchestrate.spec.git import COMMIT, PLAIN, environment
+from orchestrate.spec.git import COMMIT, LIMITED, PLAIN, environment
 from orchestrate.spec.spec import JobSpec
 
 GIT, FILE = "git+", "file://"
@@ -118,43 +118,44 @@ def check_out(repository: Repository) -> Path:
 
 
 def _fetch(repository: Repository, cache: Path) -> Path:
-    """Fetch a revision and check it out unless that was done; the caller has locked the cache."""
-    bare = cache / "git"
-    for left in bare.glob("*.lock"):  # by a git that was killed
-        left.unlink()
-    url = repository.url
+    """Fetch a revision and check it out unless that was done; the caller has locked the cache.
+
+    A revision that cannot be used, or is not complete, leaves nothing.
+    """
+    url, there, fresh, exact = repository.url, cache / "git", cache / "fresh", list[str]()
     if url.startswith(FILE):
         # Git follows links in a repository, and reads it by its path, which must be the one that is checked.
         path = os.fsdecode(unquote_to_bytes(url.removeprefix(FILE)))
         if not path.startswith("/") or "\0" in path:
             raise UsageError(f"source: {url} names no path", "use git+file:///PATH")
         writable.resolved(f"{path}/.git", fixed=True)
-        _check_own(Path(path))
-        url = FILE + quote(os.fsencode(path))
-    _git("init", "--quiet", "--bare", str(bare))  # changes nothing if that was done
-    there = f"--git-dir={bare}"
-    _git(there, "fetch", "--quiet", "--depth=1", "--no-tags", "--", url, repository.revision)
-    commit = _git(there, "rev-parse", "FETCH_HEAD^{commit}")
-    folder = cache / commit
-    if not folder.is_dir():
-        fresh = cache / f".{commit}"
-        _check_size(there, commit)
-        shutil.rmtree(fresh, ignore_errors=True)  # of an interrupted run
-        fresh.mkdir()
-        fresh.chmod(0o755)
-        try:
-            _git(there, f"--work-tree={fresh}", "checkout", "--quiet", "--force", commit, "--", ".")
-        except BaseException:
-            shutil.rmtree(fresh, ignore_errors=True)
-            raise
-        (bare / "index").unlink(missing_ok=True)  # otherwise, the next checkout takes files for deleted
-        fresh.rename(folder)
-    return folder
+        url, exact = FILE + quote(os.fsencode(_own(Path(path)))), ["--upload-pack=git-upload-pack --strict"]
+    for left in there.glob("*.lock"):  # by a git that was killed
+        left.unlink()
+    bare = f"--git-dir={there}"
+    try:
+        _git("init", "--quiet", "--bare", str(there))  # changes nothing if that was done
+        _git(bare, "fetch", "--quiet", "--depth=1", "--no-tags", *exact, "--", url, repository.revision)
+        commit = _git(bare, "rev-parse", "FETCH_HEAD^{commit}")
+        folder = cache / commit
+        if not folder.is_dir():
+            _check_size(bare, commit)
+            shutil.rmtree(fresh, ignore_errors=True)  # of an interrupted run
+            fresh.mkdir()
+            fresh.chmod(0o755)
+            _git(bare, f"--work-tree={fresh}", "checkout", "--quiet", "--force", commit, "--", ".")
+            (there / "index").unlink(missing_ok=True)  # otherwise, the next checkout takes files for deleted
+            fresh.rename(folder)
+        return folder
+    except BaseException:
+        for left in (there, fresh):
+            shutil.rmtree(left, ignore_errors=True)
+        raise
 
 
 def _check_size(there: str, commit: str) -> None:
     """Raise ResourceError for a revision with too many or too large files: some KiB of a repository can have any."""
-    command = ["git", *PLAIN, there, "ls-tree", "-r", "--long", "-z", commit]
+    command = [*LIMITED, "git", *PLAIN, there, "ls-tree", "-r", "--long", "-z", commit]
     code, listed = git.run(command, environment() | SAFE, MAX_NAMES, FETCH_TIMEOUT)
     sizes = [int(size) for size in SIZE.findall(listed)]
     if code or listed.count(b"\0") > MAX_FILES or sum(sizes) > MAX_BYTES:
@@ -162,21 +163,27 @@ def _check_size(there: str, commit: str) -> None:
         raise ResourceError(f"source: {commit[:12]} has more than {most}", "use a repository with the code of the job")
 
 
-def _check_own(folder: Path) -> None:
-    """Raise UsageError for a folder, which may have come from anybody, that leads to another repository's files."""
+def _own(folder: Path) -> Path:
+    """Return the repository of a folder, which may have come from anybody, or the folder if it is a bare one.
+
+    Raises UsageError if parts of it are elsewhere: in another folder, or in a repository whose objects it uses.
+    """
     try:
-        bare = not os.path.lexists(folder / ".git")
-        own = not git.leads_elsewhere(folder) if bare else git.is_its_own(folder, {"GIT_WORK_TREE": str(folder)})
+        if os.path.lexists(folder / ".git"):
+            found = git.repository_of(folder, {"GIT_CEILING_DIRECTORIES": str(folder.parent)})
+        else:
+            found = None if git.leads_elsewhere(folder) else folder
     except OSError as error:
         raise UsageError(f"source: {folder} cannot be read: {error}", "check the repository") from None
-    if not own:
+    if not found:
         hint = "use that folder; or, in this one, git repack -a -d, then remove .git/objects/info/alternates"
         raise UsageError(f"source: {folder} has parts of the repository of another folder", hint)
+    return found
 
 
 def _git(*arguments: str) -> str:
     """Run git, and return its output; raises ResourceError."""
-    command, env = ["git", *PLAIN, *arguments], environment() | SAFE
+    command, env = [*LIMITED, "git", *PLAIN, *arguments], environment() | SAFE
     try:
         code, found = git.run(command, env, MAX_ERRORS, FETCH_TIMEOUT, umask=READABLE, errors=True)
     except git.Late as error:

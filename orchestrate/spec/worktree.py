@@ -19,7 +19,7 @@ from pathlib import Path
 from orchestrate.errors import UsageError
 from orchestrate.files.folder import regular
 from orchestrate.host import private, writable
-from orchestrate.spec.git import COMMIT, is_its_own, output
+from orchestrate.spec.git import COMMIT, output, repository_of
 from orchestrate.spec.source import CACHE
 
 MAX_CHANGES = 1 << 20  # bytes
@@ -95,8 +95,8 @@ def _repository(folder: Path) -> Iterator[tuple[str, dict[str, str]]]:
     tree = next((path for path in (here, *here.parents) if os.path.lexists(path / ".git")), None)
     if tree is None:
         raise FileNotFoundError(errno.ENOENT, "no repository", str(folder))
-    env = {"GIT_WORK_TREE": str(tree)}
-    if not is_its_own(tree, env):
+    env = {"GIT_WORK_TREE": str(tree), "GIT_CEILING_DIRECTORIES": str(tree.parent)}
+    if not repository_of(tree, env):
         raise ValueError(f"{tree / '.git'} leads to a repository with another working tree")
     told = output(["rev-parse", "HEAD", "--git-path", "objects", "--git-path", "index"], folder, env)
     commit, objects, index = os.fsdecode(told).splitlines()

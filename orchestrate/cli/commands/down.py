@@ -94,10 +94,11 @@ def _remove_partial(args: Args, paths: JobPaths) -> int:
 
 
 def _lost_nodes(name: str) -> list[tuple[Engine, str]]:
-    """Return the resources of a cluster whose files are gone, for example because its project was moved."""
+    """Return the resources of a cluster whose files are gone or replaced, as when its project was moved or pulled."""
     engines = choice.available_engines()
     states = [state for engine in engines for state in engine.jobs() if state.job_id == name]
-    lost = any(state.cluster and state.named and not os.path.lexists(state.paths.root) for state in states)
+    roots = [state.paths.root for state in states if state.cluster and state.named]
+    lost = any(not os.path.lexists(root) or records.replaced(root) for root in roots)
     return removal.resources(engines, name) if lost else []
 
 
@@ -106,5 +107,5 @@ def _remove_lost(args: Args, name: str, resources: list[tuple[Engine, str]]) -> 
         return removal.show(resources)
     for engine in {id(engine): engine for engine, _ in resources}.values():
         engine.remove(name, grace=30)
-    print_message(f"{name} removed; its files were already gone")
+    print_message(f"{name} removed; its files were already gone or replaced")
     return errors.SUCCEEDED

@@ -1,7 +1,8 @@
 """Secret values of environment variables must be recognized, and others must stay readable."""
 
 import json
-import urllib.parse
+from functools import partial
+from urllib import parse
 
 import pytest
 
@@ -191,8 +192,8 @@ def test_a_value_of_a_megabyte_must_be_checked_in_linear_time(value):
 
 @pytest.mark.parametrize(
     "form",
-    [json.dumps, lambda text: json.dumps(text, ensure_ascii=False), repr, urllib.parse.quote, str.strip],
-    ids=["JSON", "JSON with all characters", "repr", "URL", "without white space"],
+    [json.dumps, partial(json.dumps, ensure_ascii=False), repr, parse.quote, parse.quote_plus, str.strip],
+    ids=["JSON", "JSON with all characters", "repr", "URL", "query", "without white space"],
 )
 def test_a_secret_must_be_masked_in_the_forms_that_programs_print(form):
     secret = ' canary"7c1/\\d é '

@@ -59,6 +59,8 @@ def test_a_file_must_be_read_with_the_files_that_it_includes(tmp_path):
         ("numpy\n--index-url https://me:hunter22@example.org/simple", "r.txt:2: a URL contains a password"),
         ("https://ghp_0123456789abcdefghij@example.org/a.zip", "r.txt:1: a URL contains a password"),
         ("a @ https://host/a.whl?token=${TOKEN}", "r.txt:1: a variable after the host of a URL would be stored"),
+        ("a @ ${URL}", "r.txt:1: a variable after the host of a URL would be stored"),
+        ("a @ https://h/" + "://?" * 900_000 + "${URL}", "r.txt:1: a variable after the host of a URL would be"),
         ("-r r.txt\n-e .", "r.txt:2: -e installs from a local folder"),
         ("a" * (4 << 20) + "\n", "r.txt: larger than 4 MiB"),
         ("a \\\n" * 300_000 + "\n-e .", "r.txt:300002: -e installs from a local folder"),

@@ -67,6 +67,7 @@ def test_other_forms_of_options_must_be_read(lines, found):
         ("srun torchrun train.py", 1),
         ("srun torchrun --nproc-per-node=$N train.py", 1),
         ("srun torchrun --nproc-per-node=gpu train.py", None),
+        (f"srun torchrun --nproc-per-node={'1' * 5000} train.py", 1),
         ("srun --ntasks-per-node=4 python train.py", 1),
     ],
 )

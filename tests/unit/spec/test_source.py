@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import random
 import shutil
 import subprocess
 from urllib.parse import quote
@@ -223,4 +224,46 @@ def test_an_interrupted_checkout_must_leave_no_files(repository, tmp_path, monke
     monkeypatch.setenv("GIT_CONFIG_VALUE_0", str(tmp_path / "smudge"))
     with pytest.raises(ResourceError, match="git did not finish within 5 s"):
         source.check_out(where)
-    assert [path.name for path in where.cache.iterdir() if path.is_dir()] == ["git"]
+    assert [path.name for path in where.cache.iterdir()] == ["lock"]
+
+
+@pytest.mark.parametrize("limit", ["-v 200000", "-f 2048"])
+def test_git_must_have_limits_of_memory_and_of_a_file_and_leave_nothing_if_it_exceeds_them(
+    repository, monkeypatch, limit
+):
+    monkeypatch.setattr(source, "LIMITED", ("sh", "-c", f'ulimit {limit}; exec "$@"', "sh"))
+    (repository / "large.bin").write_bytes(random.Random(1).randbytes(3 << 20))
+    os.truncate(repository / "large.bin", 300 << 20)
+    commit(repository)
+    where = source.parsed(f"git+file://{repository}")
+    with pytest.raises(ResourceError, match="source: git: "):
+        source.check_out(where)
+    assert [path.name for path in where.cache.iterdir()] == ["lock"]
+
+
+@pytest.mark.parametrize("way", ["beside .git", "suffix", "carriage return"])
+def test_git_must_read_no_other_folder_than_the_one_that_was_checked(repository, tmp_path, way):
+    """It looks for a repository in several places, and ends a line at a carriage return."""
+    of, theirs = repository / ".git", tmp_path / "theirs"
+    for name in ("objects", "refs"):
+        (theirs / name if way == "suffix" else theirs / ".git" / name).mkdir(parents=True)
+    if way == "beside .git":
+        shutil.copy(of / "HEAD", theirs)
+        (theirs / "config").write_text("[core]\n")
+        for name in ("objects", "refs"):
+            (theirs / name).symlink_to(of / name)
+    elif way == "suffix":
+        (tmp_path / "theirs.git").symlink_to(of)
+    else:
+        shutil.rmtree(theirs / ".git")
+        (tmp_path / "repo").symlink_to(of)
+        git = tmp_path / "repo\r" / "worktrees" / "w"
+        git.mkdir(parents=True)
+        for name in ("objects", "refs"):
+            (tmp_path / "repo\r" / name).mkdir()
+        shutil.copy(of / "HEAD", git)
+        (git / "gitdir").write_text(f"{theirs}/.git\n")
+        (git / "commondir").write_text(f"{tmp_path}/repo\r\n")
+        (theirs / ".git").write_text(f"gitdir: {git}\n")
+    with pytest.raises((UsageError, ResourceError), match=r"source: (git: |/.* has parts of |/.* cannot be read)"):
+        source.check_out(source.parsed(f"git+file://{theirs}"))
