@@ -173,6 +173,8 @@ def _own(folder: Path) -> Path:
             found = git.repository_of(folder, {"GIT_CEILING_DIRECTORIES": str(folder.parent)})
         else:
             found = None if git.leads_elsewhere(folder) else folder
+    except FileNotFoundError:  # no repository, as git will say
+        return folder
     except OSError as error:
         raise UsageError(f"source: {folder} cannot be read: {error}", "check the repository") from None
     if not found:
