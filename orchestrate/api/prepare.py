@@ -196,12 +196,17 @@ def _placement(
     return own
 
 
-def _plan(spec: JobSpec, inventory: Inventory, placement: Placement, paths: JobPaths) -> Plan:
-    """Return the plan of a new job; print what may surprise its user."""
-    job_plan = plan(spec, inventory, placement, paths.root.name, port(placement.network, 0))
+def warn_of_links(spec: JobSpec) -> None:
+    """Say which folders of a job are links out of the current one, which may have come with a project."""
     for mount in folders.mounts(spec):
         if real := folders.led_out(mount.source):
             print_message(f"{mount.source} is a link: the job can read {real}")
+
+
+def _plan(spec: JobSpec, inventory: Inventory, placement: Placement, paths: JobPaths) -> Plan:
+    """Return the plan of a new job; print what may surprise its user."""
+    job_plan = plan(spec, inventory, placement, paths.root.name, port(placement.network, 0))
+    warn_of_links(spec)
     if not placement.keep:  # otherwise said before its nodes were started
         cluster.warn_of_crowd(job_plan)
     return job_plan

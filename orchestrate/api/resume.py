@@ -8,7 +8,7 @@ import secrets
 from pathlib import Path
 
 from orchestrate.api import queue, removal
-from orchestrate.api.prepare import Prepared
+from orchestrate.api.prepare import Prepared, warn_of_links
 from orchestrate.api.script import check_script
 from orchestrate.engines import choice
 from orchestrate.engines.ports import port
@@ -50,6 +50,7 @@ def _resume(paths: JobPaths, wait: bool) -> Prepared:
         hint = "restore the folder (a link is not followed), or start a new job"
         raise UsageError(f"cannot enter the job's code folder {last.placement.code}: {error.strerror}", hint) from None
     folders.check_again(spec)
+    warn_of_links(spec)
     check_script(spec)
     stores.prepare(spec)
     engine, name = choice.of_plan(spec, last), paths.root.name

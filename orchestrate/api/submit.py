@@ -7,7 +7,7 @@ from pathlib import Path
 
 from orchestrate.console import print_message
 from orchestrate.engines.base import Engine
-from orchestrate.engines.slurm.script import script, words
+from orchestrate.engines.slurm.script import script, short_time, words
 from orchestrate.errors import EngineError
 from orchestrate.files.paths import WORK
 from orchestrate.files.work import Copy
@@ -28,6 +28,8 @@ def submit(engine: Engine, spec: JobSpec, plan: Plan, paths: JobPaths) -> None:
         raise EngineError(f"sbatch did not print the number of a job, but {number!a}")
     batch.keep(paths, number)
     print_message(f"submitted {paths.root.name} as {batch.Batch(number, paths)}")
+    if why := short_time(spec):
+        print_message(f"warning: {why}")
 
 
 def _copy_code(plan: Plan, paths: JobPaths, hidden: Collection[str]) -> None:

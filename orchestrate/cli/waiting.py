@@ -23,7 +23,7 @@ def detaching(name: str) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        print_message(f"detached; {name} is still running")
+        print_message(f"detached; {name} continues")
         raise SystemExit(errors.INTERRUPTED) from None
 
 
@@ -41,6 +41,7 @@ def rounds(args: Args, paths: JobPaths) -> Iterator[bool]:
 def in_queue(job: Batch, clock: Clock) -> None:
     """Print why a job waits in the queue of a scheduler, whenever that changes, until it does not wait anymore."""
     shown = None
+    console.phase("waiting in the queue")
     while (found := _state(job)).name in slurm.WAITING:
         if found != shown and found.reason != "None":  # it has just been submitted
             shown = found

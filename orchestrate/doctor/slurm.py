@@ -13,7 +13,7 @@ from orchestrate import __version__
 from orchestrate.doctor.findings import BAD, GOOD, WARNING, Finding
 from orchestrate.engines.slurm import image
 from orchestrate.engines.slurm.engine import SlurmEngine
-from orchestrate.engines.slurm.script import flags, given, requested
+from orchestrate.engines.slurm.script import flags, given, requested, short_time
 from orchestrate.errors import EngineError, OrchestrateError
 from orchestrate.files.paths import PACKAGE
 from orchestrate.host import private, records, slurm
@@ -60,14 +60,16 @@ def _request(spec: JobSpec) -> Iterator[Finding]:
         options = requested(spec, "doctor", nodes, os.devnull) | given(spec)
         try:
             slurm.call("sbatch", "--test-only", *flags(options), "--wrap=true")
-            yield Finding(GOOD, f"Slurm accepts a job of {pluralize(nodes, 'node')} with these options")
+            yield Finding(GOOD, f"Slurm can place a job of {pluralize(nodes, 'node')} with these options")
             break
         except OrchestrateError as error:
-            refusal = refusal or f"Slurm refuses a job of {pluralize(asked, 'node')} with these options: {error}"
+            refusal = refusal or f"Slurm cannot place a job of {pluralize(asked, 'node')} with these options: {error}"
     else:
         nodes = 0
+    if why := short_time(spec):
+        yield Finding(WARNING, why, "raise slurm.time, or lower grace")
     if refusal:
-        hint = "change nodes, memory, cpus, gpus or the options of slurm to what a partition has"
+        hint = "use other --nodes, --memory, --cpus, --gpus or options of slurm: what a partition has is listed above"
         yield Finding(WARNING if nodes else BAD, refusal, hint)
 
 

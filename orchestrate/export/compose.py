@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,13 @@ from orchestrate.engines.docker.mounts import CODE, check_script, masks
 from orchestrate.errors import UsageError
 from orchestrate.export import Shape, check_folders, document, quoted, shape
 from orchestrate.files.paths import JOB, PROJECT, code_folder, is_text
-from orchestrate.host import owners, users
+from orchestrate.host import owners, records, users
 from orchestrate.plan import container
 from orchestrate.plan.limits import limits
 from orchestrate.spec.folders import data_paths, data_variables
 from orchestrate.spec.spec import JobSpec
 
 VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
-UNSEEN = "! -name runs ! -name '.*'"  # for find: what nodes do not see, or rarely need
 DROPPED_KEYS = ("profiles", "build")
 
 
@@ -84,11 +84,12 @@ def _head(spec: JobSpec, job: Shape, run: str, code: str, user: tuple[int, int] 
         f"  mkdir -p {quoted(os.path.dirname(run))} && mkdir -m 700 {quoted(run)} && "
         f"install -d {owner}{quoted(f'{run}/{JOB}')}",
     ]
+    seen = f"find {quoted(code)} -mindepth 1 -maxdepth 1 ! -type l ! -name '.*'"
+    seen += "".join(f" ! -name {quoted(name)}" for name in sorted({"runs", *_with_jobs(Path(code))}))
     if user and not _is_readable(Path(code), *user):
         lines += [
             f"Nodes run as user {user[0]}, who cannot read all of the code yet:",
-            f"  chmod a+rX {quoted(code)} && "
-            f"find {quoted(code)} -mindepth 1 -maxdepth 1 {UNSEEN} -exec chmod -R a+rX {{}} +",
+            f"  chmod a+rX {quoted(code)} && {seen} -exec chmod -R a+rX {{}} +",
         ]
     lines.append("The working directory is read-only: results belong into the folder that JOB_DIR names.")
     if job.secrets:
@@ -98,11 +99,18 @@ def _head(spec: JobSpec, job: Shape, run: str, code: str, user: tuple[int, int] 
     return lines
 
 
+def _with_jobs(code: Path) -> Iterator[str]:
+    """Yield the names of what a code folder has with run directories in it, which stay closed."""
+    for run in records.runs():
+        if run.is_relative_to(code):
+            yield run.relative_to(code).parts[0]
+
+
 def _is_readable(folder: Path, user: int, group: int) -> bool:
     """Whether a user can read a folder, and what is directly in it, except hidden files and those of jobs."""
     found = os.listdir(folder) if folder.is_dir() else []
     names = [name for name in found if name != "runs" and not name.startswith(".")]
-    paths = [path for path in (folder, *(folder / name for name in names)) if path.exists()]
+    paths = [path for path in (folder, *(folder / name for name in names)) if path.exists() and not path.is_symlink()]
     return all(users.can_read(path, user, group) for path in paths)
 
 

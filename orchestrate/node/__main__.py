@@ -38,7 +38,7 @@ import orchestrate.node  # noqa: E402, F401  (the path comes first)
 del sys.path[0]  # the package finds its modules without it, and nothing else is imported from there
 
 from orchestrate.node.agent import serve  # noqa: E402
-from orchestrate.node.lease import relay  # noqa: E402
+from orchestrate.node.lease import bound, relay  # noqa: E402
 from orchestrate.node.messages.checks import Refused, key  # noqa: E402
 from orchestrate.node.output import print_message  # noqa: E402
 from orchestrate.node.rendezvous import join  # noqa: E402
@@ -75,7 +75,7 @@ def run(arguments: list[str], hex_key: str) -> int:
             float(os.environ.get("NODE_KEEP") or 0),
         )
     if mode == "relay":
-        relay(key(hex_key), int(os.environ["NODE_PORT"]))
+        relay(key(hex_key), bound(int(os.environ["NODE_PORT"])))
     command = arguments or ["-m", "app.train"]
     return static(command) if mode == "static" else join(command)
 

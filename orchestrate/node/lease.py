@@ -29,15 +29,20 @@ def answer(key: bytes, question: bytes) -> bytes:
     return hmac.digest(key, b"lease " + question, "sha256")
 
 
-def relay(key: bytes, port: int) -> None:
+def bound(port: int = 0) -> socket.socket:
+    """Return the socket of a relay at a port, by default a free one; raises OSError."""
+    sock = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    sock.bind(("", port))
+    return sock
+
+
+def relay(key: bytes, sock: socket.socket) -> None:
     """Answer requests forever; a request changes no state."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        sock.bind(("", port))
-        while True:
-            with contextlib.suppress(OSError):
-                question, address = sock.recvfrom(64)
-                if len(question) == QUESTION:  # not another relay's answer: both would answer each other forever
-                    sock.sendto(answer(key, question), address)
+    while True:
+        with contextlib.suppress(OSError):
+            question, address = sock.recvfrom(64)
+            if len(question) == QUESTION:  # not another relay's answer: both would answer each other forever
+                sock.sendto(answer(key, question), address)
 
 
 def give_back(job: str) -> None:

@@ -137,17 +137,26 @@ class Follower:
                 yield from self._block(rank, read.rest(), read.begin)
 
     def _block(self, rank: int, raw: bytes, offset: int) -> Iterator[Block]:
-        own = [line for line in raw.split(b"\n") if not line.startswith(MARK)] if MARK in raw else [raw]
-        self.silent = self.silent and not own
-        kept = [raw] if self.marks else own
-        if UP in raw:
-            kept = [line for part in kept for line in part.split(b"\n") if not line.endswith(UP)]
-        if not kept:
+        self.silent = self.silent and MARK in raw and all(line.startswith(MARK) for line in raw.split(b"\n"))
+        if UP not in raw and (self.marks or MARK not in raw):
+            yield self._shown(rank, raw, offset)
             return
-        raw = b"\n".join(kept)
+        kept, start, at = list[bytes](), offset, offset
+        for line in raw.split(b"\n"):
+            at += len(line) + 1
+            if not line.endswith(UP) and (self.marks or not line.startswith(MARK)):
+                kept.append(line)
+                continue
+            if kept:
+                yield self._shown(rank, b"\n".join(kept), start)
+            kept, start = [], at
+        if kept:
+            yield self._shown(rank, b"\n".join(kept), start)
+
+    def _shown(self, rank: int, raw: bytes, offset: int) -> Block:
         if (text := self.hide(plain := clean(raw))) != plain:
             text = "\n".join(map(self.hide, plain.split("\n")))  # a secret of several lines must not become one
-        yield Block(rank, text, self._colored(raw, text), raw, offset)
+        return Block(rank, text, self._colored(raw, text), raw, offset)
 
     def _colored(self, raw: bytes, text: str) -> str:
         """Return lines with their colors; those without, in which colors may be within a secret that `text` hides."""

@@ -55,7 +55,7 @@ NAMES = re.compile(  # of metrics in text that is not a bar, such as `train_loss
     r"(?:^|[_./])(?:[a-z]*loss|acc|accuracy|lr|learning_rate|perplexity|ppl|epoch)[0-9]?(?:$|[_./@])"
 )
 SETTINGS = re.compile(  # in a name: `min_lr`, `loss_weight` and others are printed, but not measured
-    r"(?:^|[_./])(?:min|max|base|initial|end|final|warmup|decay|weight|coef|scale|factor|steps|iters)(?:$|[_./])"
+    r"(?:^|[_./])(?:min|max|base|initial|end|final|warmup|decay|weight|coef|scale|factor|steps|iters|py)(?:$|[_./])"
 )
 EPOCH = re.compile(r"\W*(?:\w{1,10}\W+)?epoch\b")  # how a line begins that reports one
 DIGIT = re.compile("[0-9]")

@@ -19,6 +19,7 @@ OF_HOOKS = {"GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_OBJECT_DIRECTORY"
 PLAIN = (
     *("-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null", "-c", "protocol.ext.allow=never"),
     *("-c", "safe.bareRepository=explicit", "-c", "fetch.unpackLimit=1"),
+    *("-c", "gc.auto=0", "-c", "maintenance.auto=false"),  # in the background, without limits
     *("-c", "core.packedGitLimit=512m", "-c", "core.packedGitWindowSize=32m"),
 )
 PIECE = 1 << 16  # bytes per read
@@ -26,7 +27,7 @@ MAX_OUTPUT = 1 << 20  # bytes
 QUICK = 5.0  # seconds; a huge repository must not delay the job
 PARTS = ("objects", "refs", "HEAD", "packed-refs", "config")  # of `.git`
 NAMING = ("commondir", "objects/info/alternates")  # files that name another repository
-MAX_LOOKED_AT = 1_000_000  # entries of the folders in `.git`
+MAX_LOOKED_AT, LONG = 1_000_000, 200  # entries of the folders in `.git` with paths of as many characters
 # With limits: of memory, in KiB, since to compare a file of empty lines takes 26 times its size; and of the size of a
 # file, in blocks of 512 bytes, or in some shells of 1024.
 LIMITED = ("sh", "-c", f'ulimit -v 2097152; ulimit -f {8 << 21}; exec "$@"', "sh")
@@ -118,13 +119,13 @@ def repository_of(tree: Path, env: dict[str, str]) -> Path | None:
         return None if git.is_symlink() or leads_elsewhere(git) else git
     there = Path(os.fsdecode(output(["rev-parse", "--absolute-git-dir"], tree, env)).rstrip("\n"))
     found = []
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, ValueError):
         found.append((there / content(there / "gitdir").rstrip("\r\n")).parent)
     with contextlib.suppress(OSError):
         setting = output(["config", "--file", str(there / "config"), "core.worktree"], tree, env)
         found.append(there / os.fsdecode(setting).rstrip("\n"))
     shared = there
-    with contextlib.suppress(OSError):  # of a linked working tree, whose own folder is in the repository
+    with contextlib.suppress(FileNotFoundError):  # of a linked working tree, whose own folder is in the repository
         shared = (there / content(there / "commondir").rstrip("\r\n")).resolve()
         found = [path for path in found if there.resolve().parent == shared / "worktrees"]
     return there if tree.resolve() in [path.resolve() for path in found] and not leads_elsewhere(shared) else None
@@ -141,7 +142,7 @@ def leads_elsewhere(git: Path) -> bool:
     while pending:
         with os.scandir(pending.pop()) as entries:
             for entry in entries:
-                left -= 1
+                left -= 1 + len(entry.path) // LONG
                 if left < 0 or entry.is_symlink():
                     return True
                 if entry.is_dir():

@@ -17,9 +17,13 @@ from orchestrate.spec.inputs import SET_HERE
 from orchestrate.spec.redact import is_secret
 
 SHORT = dict(A="account", C="constraint", G="gpus", J="job-name", L="licenses", N="nodes", c="cpus-per-task")
+SHORT |= dict(D="chdir", a="array", e="error", i="input", o="output")
 SHORT |= dict(d="dependency", n="ntasks", p="partition", q="qos", t="time", w="nodelist", x="exclude")
 ENDS = re.compile(r"[&|;<>]|[0-9]>")  # of a command, to the shell
-STARTS = re.compile(r"\b(srun|torchrun|mpirun|python3?|accelerate)\b")
+# What may start the training, the likeliest first.
+STARTS = [*map(re.compile, (r"\btorchrun\b|torch\.distributed\.run\b", r"\b(srun|mpirun|accelerate|deepspeed)\b"))]
+STARTS += [re.compile(r"\bpython3?\b")]
+VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
 MAPPED = ("job-name", "nodes", "ntasks-per-node", "cpus-per-task", "mem", "gpus", "gpus-per-node")
 SHOWN = (".", "source", "module", "conda", "cd", "mkdir", "srun", "python", "python3")  # lines that hold no secrets
 NUMBER = re.compile("[0-9]{1,9}")
@@ -44,22 +48,28 @@ def job_file(text: str) -> str:
     known = {"SLURM_NNODES": nodes, "SLURM_JOB_NUM_NODES": nodes, "SLURM_GPUS_ON_NODE": gpus // nodes}
     known |= {"SLURM_GPUS_PER_NODE": gpus // nodes, "SLURM_NTASKS_PER_NODE": tasks}
     lines = _lines(text)
-    start, command, launched = _command(lines, known)
+    constants, env, _ = _settings(lines)
+    start, command, launched = _command(lines, constants | {name: str(number) for name, number in known.items()})
     job |= {"nodes": nodes, "nproc_per_node": tasks} | launched
     if not job["nproc_per_node"]:  # one for each GPU, which is the default
         del job["nproc_per_node"]
     if cores := _number(found.get("cpus-per-task")):
         job["cpus"] = cores * tasks
     if memory := re.fullmatch(r"(\d{1,15})([KMGT]?)B?", found.get("mem", ""), re.I):
-        job["memory"] = memory[1] + (memory[2] or "M").lower()
+        job["memory"] = memory[1] + (memory[2] or "M").lower() if memory[1].strip("0") else "unlimited"
     if gpus:
         job["gpus"] = gpus
-    env, left = _settings([line for line in lines if line != start])
     if env:
         job["env"] = env
     if rest := {name: value or True for name, value in found.items() if name not in {*SET_HERE, "gres"}}:
         job["slurm"] = {name: "SECRET" if is_secret(name, str(value)) else value for name, value in rest.items()}
+    left = _settings([line for line in lines if line != start])[2]
     left += [f"--{name}" for name in found if name in SET_HERE and name not in MAPPED]
+    if per_node and re.search("[a-z].*:", per_node[0].removeprefix("gpu:")):
+        left.append(f"the kind of GPUs of {per_node[0]}")
+    if not start:
+        left.append("the training, which was not found: replace SCRIPT.py")
+    left += [f"the value of ${name} in the command" for name in _variables(command) if name not in CONTRACT]
     head = yaml.safe_dump(job | {"command": _masked(command)}, sort_keys=False, width=1000).rstrip()
     return "\n".join([head, *(f"# not carried over: {line}" for line in left)])
 
@@ -67,19 +77,37 @@ def job_file(text: str) -> str:
 def _lines(text: str) -> list[str]:
     """Return the commands of a script, one per line."""
     lines = [line.strip() for line in text.replace("\\\n", " ").splitlines()]
-    return [line for line in lines if line.isprintable() and not line.startswith("#") and line not in ("", "set -e")]
+    lines = [line for line in lines if line.isprintable() and not line.startswith("#")]
+    parts = [part.strip() for line in lines for part in re.findall(r"""(?:[^;"']|"[^"]*"|'[^']*'|["'])+""", line)]
+    return [part for part in parts if part not in ("", "set -e")]
 
 
-def _settings(lines: list[str]) -> tuple[dict[str, str], list[str]]:
-    """Return the variables that lines export, without secrets, and what else they do."""
-    env, left = dict[str, str](), list[str]()
+def _settings(lines: list[str]) -> tuple[dict[str, str], dict[str, str], list[str]]:
+    """Return the variables that lines set, those that they export, both without secrets, and what else lines do."""
+    known, env, left = dict[str, str](), dict[str, str](), list[str]()
     for line in lines:
-        match = re.fullmatch(r"export (\w+)=([\w./:,@%+-]*|'[^']*')", line)
-        if match and match[1] not in CONTRACT and not is_secret(match[1], match[2]):
-            env[match[1]] = match[2].strip("'")
-        else:
+        try:
+            words = shlex.split(line, comments=True)
+        except ValueError:
+            words = [line]
+        exported = words[:1] == ["export"]
+        pairs = words[1:] if exported else words
+        if not all(re.match(r"\w+=", pair) for pair in pairs):
             left.append(_named(line))
-    return env, left
+            continue
+        for name, _, value in (pair.partition("=") for pair in pairs):
+            if re.search("[$`]", value) or is_secret(name, value) or name in CONTRACT:
+                left.append(f"{'export ' * exported}{name}=…")
+                continue
+            known[name] = value
+            if exported:
+                env[name] = value
+    return known, env, left
+
+
+def _variables(words: Sequence[str]) -> list[str]:
+    """Return the names of the shell's variables in a command."""
+    return [*dict.fromkeys(braced or plain for word in words for braced, plain in VARIABLE.findall(word))]
 
 
 def _named(line: str) -> str:
@@ -122,14 +150,14 @@ def _options(text: str) -> dict[str, str]:
     return found
 
 
-def _command(lines: list[str], known: Mapping[str, int]) -> tuple[str, list[str], dict[str, int]]:
+def _command(lines: list[str], known: Mapping[str, str]) -> tuple[str, list[str], dict[str, int]]:
     """Return the line that starts the training, its script with arguments, and the keys that torchrun's flags set.
 
-    `known` are variables of Slurm.
+    `known` are variables whose values are known.
     """
-    for line in reversed([line for line in lines if STARTS.search(line)]):
+    for line in [line for start in STARTS for line in reversed(lines) if start.search(line)]:
         try:
-            words = shlex.split(re.sub(r"\$\{?(SLURM_\w+)\}?", lambda match: str(known.get(match[1], match[0])), line))
+            words = shlex.split(VARIABLE.sub(lambda match: known.get(match[1] or match[2], match[0]), line))
         except ValueError:
             continue
         words = words[: next((place for place, word in enumerate(words) if ENDS.match(word)), None)]
@@ -142,6 +170,9 @@ def _command(lines: list[str], known: Mapping[str, int]) -> tuple[str, list[str]
                         numbers["nproc_per_node"] = "0"
                     found = {name: int(text) for name, text in numbers.items() if NUMBER.fullmatch(text)}
                     return line, [*command], found
+            if word == "-c" and words[place - 1] in ("bash", "sh"):
+                inner, words, launched = _command(words[place + 1 : place + 2], known)
+                return inner and line, words, launched
             if word.endswith(".py") or word == "-m":
                 return line, words[place:], {}
     return "", ["SCRIPT.py"], {}

@@ -5,17 +5,18 @@ Only the standard library and the `git` command are used. A checkout is a folder
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import os
 import re
-import shutil
 from pathlib import Path, PurePosixPath
 from urllib.parse import quote, unquote_to_bytes
 
 from orchestrate.console import during, print_message
 from orchestrate.dataclass import dataclass
 from orchestrate.errors import ResourceError, UsageError
+from orchestrate.files import folder as folders
 from orchestrate.files.folder import ENTER, ROOT
 from orchestrate.host import owners, private, writable
 from orchestrate.spec import git, redact
@@ -28,6 +29,7 @@ READABLE = 0o022  # umask: nodes may run as another user; the cache itself is pr
 FETCH_TIMEOUT = 600  # seconds
 MAX_FILES, MAX_NAMES = 200_000, 64 << 20  # files of a revision, and bytes of the list with their paths
 MAX_BYTES = 8 << 30  # of its files
+ATTRIBUTES = "* -ident -working-tree-encoding\n"  # which could make files many times larger than that
 SIZE = re.compile(rb"(?:^|\0)\d+ blob [0-9a-f]+ +(\d+)\t")  # in `git ls-tree --long`
 MAX_ERRORS = 1 << 16  # bytes of git's messages, of which a server sends as many as it likes
 # Only protocols that cannot run programs on this machine, no prompts, and messages in English.
@@ -113,6 +115,8 @@ def check_out(repository: Repository) -> Path:
             return _fetch(repository, cache)
     except FileNotFoundError:
         raise ResourceError("source: no git command on PATH", "install git") from None
+    except git.Late as error:
+        raise ResourceError(f"source: {error}", "check the network") from None
     except OSError as error:
         raise ResourceError(f"source: cannot write to {cache}: {error.strerror}", "set XDG_CACHE_HOME") from None
 
@@ -135,12 +139,14 @@ def _fetch(repository: Repository, cache: Path) -> Path:
     bare = f"--git-dir={there}"
     try:
         _git("init", "--quiet", "--bare", str(there))  # changes nothing if that was done
+        (there / "info").mkdir(exist_ok=True)
+        (there / "info" / "attributes").write_text(ATTRIBUTES)
         _git(bare, "fetch", "--quiet", "--depth=1", "--no-tags", *exact, "--", url, repository.revision)
         commit = _git(bare, "rev-parse", "FETCH_HEAD^{commit}")
         folder = cache / commit
         if not folder.is_dir():
             _check_size(bare, commit)
-            shutil.rmtree(fresh, ignore_errors=True)  # of an interrupted run
+            _remove(fresh)  # of an interrupted run
             fresh.mkdir()
             fresh.chmod(0o755)
             _git(bare, f"--work-tree={fresh}", "checkout", "--quiet", "--force", commit, "--", ".")
@@ -149,8 +155,13 @@ def _fetch(repository: Repository, cache: Path) -> Path:
         return folder
     except BaseException:
         for left in (there, fresh):
-            shutil.rmtree(left, ignore_errors=True)
+            _remove(left)
         raise
+
+
+def _remove(left: Path) -> None:
+    with contextlib.suppress(OSError):
+        folders.remove(left)
 
 
 def _check_size(there: str, commit: str) -> None:
@@ -173,9 +184,9 @@ def _own(folder: Path) -> Path:
             found = git.repository_of(folder, {"GIT_CEILING_DIRECTORIES": str(folder.parent)})
         else:
             found = None if git.leads_elsewhere(folder) else folder
-    except FileNotFoundError:  # no repository, as git will say
-        return folder
-    except OSError as error:
+    except FileNotFoundError:  # it is no repository, as git will say
+        return folder / ".git" if os.path.lexists(folder / ".git") else folder
+    except (OSError, ValueError) as error:
         raise UsageError(f"source: {folder} cannot be read: {error}", "check the repository") from None
     if not found:
         hint = "use that folder; or, in this one, git repack -a -d, then remove .git/objects/info/alternates"
@@ -186,10 +197,7 @@ def _own(folder: Path) -> Path:
 def _git(*arguments: str) -> str:
     """Run git, and return its output; raises ResourceError."""
     command, env = [*LIMITED, "git", *PLAIN, *arguments], environment() | SAFE
-    try:
-        code, found = git.run(command, env, MAX_ERRORS, FETCH_TIMEOUT, umask=READABLE, errors=True)
-    except git.Late as error:
-        raise ResourceError(f"source: {error}", "check the network") from None
+    code, found = git.run(command, env, MAX_ERRORS, FETCH_TIMEOUT, umask=READABLE, errors=True)
     if code:
         hint = "check the URL, the revision (a commit needs all of its 40 digits), and your access to the repository"
         raise ResourceError(f"source: git: {_why(found.decode(errors='replace'))}", hint)

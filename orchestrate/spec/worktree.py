@@ -96,10 +96,12 @@ def _repository(folder: Path) -> Iterator[tuple[str, dict[str, str]]]:
     if tree is None:
         raise FileNotFoundError(errno.ENOENT, "no repository", str(folder))
     env = {"GIT_WORK_TREE": str(tree), "GIT_CEILING_DIRECTORIES": str(tree.parent)}
-    if not repository_of(tree, env):
+    if not (found := repository_of(tree, env)):
         raise ValueError(f"{tree / '.git'} leads to a repository with another working tree")
-    told = output(["rev-parse", "HEAD", "--git-path", "objects", "--git-path", "index"], folder, env)
-    commit, objects, index = os.fsdecode(told).splitlines()
+    asked = ["rev-parse", "HEAD", "--absolute-git-dir", "--git-path", "objects", "--git-path", "index"]
+    commit, git, objects, index = os.fsdecode(output(asked, folder, env)).splitlines()
+    if os.path.realpath(git) != os.path.realpath(found):
+        raise ValueError(f"git uses {git} instead of {found}")
     for path in (tree / ".git", folder / objects, folder / index):
         writable.resolved(str(path), fixed=True)
     if not COMMIT.fullmatch(commit):

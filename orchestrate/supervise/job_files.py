@@ -47,13 +47,14 @@ class JobFiles:
         self.first: int | None = None  # step of the job
         self.began: int | None = None  # the first step of this generation
         self._step, self._metrics = 0, Lines()
-        self._printed = Printed()
+        self._printed, self._heard = Printed(), False  # whether workers of this generation have printed progress
 
     def begin(self, generation: int) -> None:
         """Read what a generation writes from now on."""
         self.step()
         self.generation, self.began = generation, None
         self._printed.begin()
+        self._heard = False
 
     @property
     def _folder(self) -> Folder:
@@ -79,6 +80,7 @@ class JobFiles:
     def heard(self, found: Progress) -> None:
         """Record the progress of the job in a line of the output."""
         self._printed.record(found)
+        self._heard |= bool(found.metrics) or found.step is not None
         if (step := found.of_job) is not None:
             self._reached(step)
 
@@ -110,8 +112,9 @@ class JobFiles:
         self.began = step if self.began is None else self.began
 
     def has_progress(self) -> bool:
-        """Whether there is a step or a metric, in metrics.jsonl or in the output."""
-        return bool(self._printed.numbers) or self.step() > 0
+        """Whether there is a step in metrics.jsonl, or a step or a metric in the output, of this generation."""
+        self.step()
+        return self._heard or self.began is not None
 
     def metrics(self) -> list[dict[str, Any]]:
         """Return the rows of metrics.jsonl for the report, only the last ones if there are too many.

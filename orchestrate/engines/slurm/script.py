@@ -18,6 +18,7 @@ from orchestrate.spec.sizes import UNLIMITED, parse_size
 from orchestrate.spec.spec import JobSpec
 from orchestrate.spec.values import LONG
 
+EARLY = 60  # seconds that Slurm may send a signal early
 NOTICE = 30  # seconds, in addition to the grace period, between SIGTERM and the end of the allocation
 SCRIPT = """\
 #!/bin/bash
@@ -62,6 +63,20 @@ def given(spec: JobSpec) -> dict[str, str]:
             with contextlib.suppress(ValueError):  # sbatch says what it accepts
                 found[name] = str(max(1, math.ceil(LONG.parse(found[name]) / 60)))
     return found
+
+
+def short_time(spec: JobSpec) -> str:
+    """Return a warning if the time limit, as sbatch(1) reads it, leaves workers less than a minute before SIGTERM."""
+    found = re.fullmatch(r"(?:(\d{1,6})-)?(\d{1,9})(?::(\d\d))?(?::(\d\d))?", given(spec).get("time", ""))
+    if not found:
+        return ""
+    days, first, second, third = (int(part or 0) for part in found.groups())
+    hours = found[1] or found[4]  # D-H:M:S and H:M:S, but M:S and M
+    seconds = 86400 * days + (3600 * first + 60 * second + third if hours else 60 * first + second)
+    left = seconds - math.ceil(spec.grace) - NOTICE - EARLY
+    if left >= 60:
+        return ""
+    return f"slurm.time leaves workers {max(0, left)} s to start and train in each allocation, before SIGTERM"
 
 
 def flags(options: Mapping[str, str]) -> list[str]:

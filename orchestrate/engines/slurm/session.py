@@ -20,13 +20,12 @@ from orchestrate.engines.base import Observed, never
 from orchestrate.engines.client_session import ClientSession, key_of
 from orchestrate.engines.connection import ANSWER_TIMEOUT, NodeConnection
 from orchestrate.engines.node_clients import NodeClients
-from orchestrate.engines.ports import free_port
 from orchestrate.engines.slurm import addresses, image
 from orchestrate.errors import AllocationLost, EngineError
 from orchestrate.files.folder import regular, replacing_links
 from orchestrate.files.paths import NODE
 from orchestrate.host import records, slurm
-from orchestrate.node.lease import relay
+from orchestrate.node.lease import bound, relay
 from orchestrate.node.messages import protocol
 from orchestrate.plan.container import UNBUFFERED
 from orchestrate.plan.plan import Plan, WorkerPlan
@@ -96,8 +95,9 @@ class SlurmSession(ClientSession):
     def _start_nodes(self, names: list[str], hosts: list[str], plan: Plan, stopped: Callable[[], bool]) -> None:
         count, launch = str(len(names)), secrets.token_hex(8)
         if not self.relay:
-            self.relay = free_port()
-            threading.Thread(target=relay, args=(self.key, self.relay), daemon=True).start()
+            sock = bound()
+            self.relay = sock.getsockname()[1]
+            threading.Thread(target=relay, args=(self.key, sock), daemon=True).start()
         try:
             with records.pinned(self.paths.root) as run:
                 for name in OF_NODES:

@@ -205,7 +205,8 @@ class FileSync:
             protocol.GetChanges(self.folder, have), protocol.Changes, admit=one_at_a_time(self.large, held)
         )
         node.heard, node.given_up, node.trouble = True, False, ""
-        node.ends = changes.ends or {} if node.ends is None else node.ends
+        if node.ends is None:
+            node.ends = {path: end for path, end in (changes.ends or {}).items() if path in have}
         appended = [self._append(path, data) for path, data in changes.logs.items() if path in have]
         self._remove_conflicts(node, {**changes.files, **changes.links})
         more = self._fetch(node, changes.files)

@@ -51,17 +51,23 @@ def written_files(folder: Path) -> list[Path]:
 
 
 @contextlib.contextmanager
-def packed(folder: Path, paths: Iterable[Path], run: Path) -> Iterator[tuple[BinaryIO, str]]:
+def packed(
+    folder: Path, paths: Iterable[Path], run: Path, stopped: Callable[[], bool] = never
+) -> Iterator[tuple[BinaryIO, str]]:
     """Pack files of a folder into a tar file and yield it with its digest; raises ResourceError if that fails.
 
-    The tar file is on the disk of the run directory `run`, which is most likely to have enough space.
+    Raises EngineError once `stopped()`. The tar file is on the disk of the run directory `run`, which is most likely to
+    have enough space.
     """
     with contextlib.ExitStack() as stack:
         try:
             file = stack.enter_context(tempfile.TemporaryFile(dir=run))
             with tarfile.open(fileobj=file, mode="w") as archive:
                 for path in sorted(paths):
+                    if stopped():
+                        raise EngineError("the files are not sent: the job ends")
                     _add(archive, path, str(path.relative_to(folder)), run)
+                    archive.members.clear()  # type: ignore[attr-defined]  # it keeps facts of each
             file.flush()
         except OSError as error:
             with contextlib.suppress(OSError):  # closing writes buffered data to a disk that is full
@@ -152,7 +158,7 @@ def send_written(
     facts = {str(path.relative_to(here)): path.stat() for path in files if not path.is_symlink()}
     wanted = {path: [status.st_size, status.st_mtime_ns] for path, status in facts.items()}
     large = threading.RLock()
-    with packed(here, files, scratch) as (file, digest):
+    with packed(here, files, scratch, stopped) as (file, digest):
 
         def has_all(link: NodeConnection) -> bool:
             """Whether the node has these files and no others: it wrote all of them."""

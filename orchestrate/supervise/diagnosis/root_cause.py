@@ -30,7 +30,7 @@ ENGINES_EVENTS = "see docker events, and dmesg on the host"
 MORE_MEMORY = "raise the limit (--memory 8g), or lower the batch size"
 LOCAL_HINTS = {  # hints replaced for local processes, which have no limits and no engine
     ENGINES_EVENTS: "killed by a user or its worker, or when its machine stopped or ran out of memory: see dmesg there",
-    MORE_MEMORY: "this machine ran out of memory: use a smaller batch or fewer workers",
+    MORE_MEMORY: "use a smaller batch or fewer workers; with Slurm, or raise the limit (--memory 8g)",
     FEWER_LOADERS: "this machine ran out of memory: use fewer DataLoader workers",
 }
 BY_CODE = {

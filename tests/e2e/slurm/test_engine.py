@@ -294,17 +294,18 @@ def test_ctrl_c_must_detach_and_a_killed_supervisor_be_submitted_again_once(jobs
 
 def test_doctor_must_report_the_cluster_and_what_a_machine_sees(jobs):
     code, out, err = jobs("doctor", "--engine", "slurm")
-    assert code == 0 and "Slurm accepts a job of 1 node with these options" in out, out + err
+    assert code == 0 and "Slurm can place a job of 1 node with these options" in out, out + err
     assert re.search(r"^ok +Slurm \d+\.\d+", out, re.M) and f"accounting is {'on' if ACCOUNTING else 'off'}" in out
     assert "partition all: 3 machines, 3 free; " in out and "no GPUs; no time limit" in out
     assert re.search(r"n\d has Python 3\.\d+\.\d+ at /opt/venv/bin/python\n", out) and "sees this folder" in out
     code, out, _ = jobs("doctor", "--engine", "slurm", "--set", "slurm.partition=nope")
     assert code == 4 and "there is no partition nope\n         hint: partitions are all, urgent" in out
-    assert "Slurm refuses a job of 4 nodes with these options: sbatch: " in out
+    assert "Slurm cannot place a job of 4 nodes with these options: sbatch: " in out
     assert "no machine could be asked" in out and "nope" in out.rpartition("no machine could be asked")[2]
     words = (PYTHON, "-m", "orchestrate", "doctor", "--engine", "slurm", "--nodes", "9")
     out = jobs.cluster("env", "HOME=/root", *words, folder=jobs.folder)
-    assert "warning  Slurm refuses a job of 9 nodes" in out and "does not see /root/.local/state/orchestrate," in out
+    assert "warning  Slurm cannot place a job of 9 nodes" in out
+    assert "does not see /root/.local/state/orchestrate," in out
     process = jobs.cluster.orchestrate(Path("/"), "doctor", "--engine", "slurm")
     assert "does not see this folder" in process.communicate(timeout=60)[0] and process.returncode == 4
 

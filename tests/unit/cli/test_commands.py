@@ -394,4 +394,4 @@ def test_ctrl_c_must_detach_from_a_job_and_say_that_it_continues(do, paths, argu
     do.clock = Meanwhile(interrupt)
     with supervised(paths.root):
         code, _, err = do(*arguments)
-    assert (code, err[-1]) == (130, "detached; a-1 is still running")
+    assert (code, err[-1]) == (130, "detached; a-1 continues")

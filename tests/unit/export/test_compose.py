@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from support.commanded import create
 from support.exports import make_folder
 
 from orchestrate.engines.docker.labels import only
@@ -17,6 +18,7 @@ from orchestrate.export import compose as export_compose
 from orchestrate.export.compose import compose
 from orchestrate.files.paths import PACKAGE
 from orchestrate.host import owners, users, writable
+from orchestrate.record.paths import JobPaths
 from orchestrate.spec.layers import resolve
 from orchestrate.spec.spec import JobSpec
 
@@ -93,18 +95,26 @@ def test_a_folder_that_nodes_cannot_read_must_be_noted_in_the_file(tmp_path, mon
         assert (line in compose(resolve({"command": COMMAND, "user": user}), "digits")) is noted
 
 
-def test_what_makes_code_readable_must_leave_run_directories_closed(tmp_path, monkeypatch):
+def test_what_makes_code_readable_must_leave_run_directories_closed(tmp_path, tmp_path_factory, monkeypatch):
+    """And what links lead to, which may have come with the code."""
     monkeypatch.chdir(tmp_path)
-    for folder in ("a b", "a b/below", "runs", "runs/a-1"):
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    elsewhere.chmod(0o700)
+    for folder in ("a b", "a b/below", "runs", "runs/a-1", "out"):
         (tmp_path / folder).mkdir(mode=0o700)
+    create(JobPaths(tmp_path / "out" / "b-1"))  # as with --runs out
     for file in ("train.py", "a b/below/data.bin", "runs/a-1/plan.json"):
         (tmp_path / file).touch(0o600)
+    (elsewhere / "key").touch(0o600)
+    (tmp_path / "link").symlink_to(elsewhere)
     text = compose(resolve({"command": COMMAND, "user": "4321:4321"}), "digits")
     subprocess.run(["sh", "-c", text.partition("read all of the code yet:\n#")[2].partition("\n")[0]], check=True)
     modes = {path: stat.S_IMODE((tmp_path / path).stat().st_mode) for path in ("train.py", "a b/below/data.bin", "a b")}
     assert modes == {"train.py": 0o644, "a b/below/data.bin": 0o644, "a b": 0o755}
-    assert stat.S_IMODE((tmp_path / "runs").stat().st_mode) == 0o700
-    assert stat.S_IMODE((tmp_path / "runs" / "a-1" / "plan.json").stat().st_mode) == 0o600
+    for closed in ("runs", "out", "link"):
+        assert stat.S_IMODE((tmp_path / closed).stat().st_mode) == 0o700
+    for closed in ("runs/a-1/plan.json", "link/key"):
+        assert stat.S_IMODE((tmp_path / closed).stat().st_mode) == 0o600
 
 
 def test_other_users_must_not_be_able_to_enter_the_run_directory(tmp_path, monkeypatch):

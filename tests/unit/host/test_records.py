@@ -287,7 +287,7 @@ def test_a_copied_job_must_not_be_resumed_or_stopped_or_touch_an_engine(do: Comm
         code, out, err = do(command, "a-1")
         assert (code, out, err[0]) == (2, [], f"error: {copy.root} {NOT_OURS}")
         assert len(err) == 2 and err[1].startswith("hint: ")
-    assert do("wait", "a-1")[0] == 1
+    assert do("wait", "a-1")[0] == 5
     assert do("ps") == (0, ["NAME  ENGINE  NODES  STATE  RUN"], [])
     with supervised(copy.root):
         assert do("ps") == (0, ["NAME  ENGINE  NODES  STATE  RUN"], [])

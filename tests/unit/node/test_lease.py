@@ -230,7 +230,7 @@ def test_a_relay_must_survive_a_failed_send_and_ignore_answers(monkeypatch):
 
     monkeypatch.setattr(lease.socket, "socket", lambda *_: Wire())
     with pytest.raises(Enough):
-        lease.relay(KEY, 1)
+        lease.relay(KEY, lease.bound(1))
     assert Wire.sent == [(answer(KEY, b"of the second on"), "the second node")]
 
 

@@ -368,3 +368,6 @@ def test_the_states_of_a_bar_below_another_one_must_not_become_lines(paths, mark
         file.write("done\n")
     found = read(Follower(paths, [0], marks=marks), end=True)
     assert not [line for line in found if "validate" in line] and found[-1] == "0 done" and len(found) < 6
+    lines = [*Follower(paths, [0], marks=marks).lines(end=True)]
+    content = paths.log(0).read_bytes()
+    assert content[lines[-1].offset :] == b"done\n"  # which gives the time of the line

@@ -42,6 +42,7 @@ def test_a_bar_of_tqdm_must_be_read():
             "Epoch 12, global step 520: 'val_loss' reached 0.55000 (best 0.55000), saving model to '/job/a.ckpt'",
             Progress(520, metrics={"epoch": 12.0, "val_loss": 0.55}),
         ),
+        ("/opt/lightning/pytorch/loops/training_epoch_loop.py:224: You're resuming", None),
         ("Validation DataLoader 0:  40%|##   | 2/5 [00:00<00:00, 180.22it/s]", Progress(bar=True)),
         ("Sanity Checking DataLoader 0: 100%|#| 2/2 [00:00<00:00, 9.00it/s]", Progress(bar=True)),
         (" 10%|#         | 1.50k/15.0k [00:01<?, ?it/s]", Progress(1500, 15000, None, None, bar=True)),

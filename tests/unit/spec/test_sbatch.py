@@ -33,7 +33,8 @@ def test_options_must_become_keys_and_the_command_that_of_the_script():
     assert (spec.engine, spec.name, spec.trainers, spec.nproc_per_node) == ("slurm", "train", 3, 2)
     assert (spec.cpus, spec.memory, spec.gpus) == (16, "64g", 8)
     assert spec.slurm == {"partition": "gpu", "time": "02:30:00", "exclusive": ""}
-    assert text.splitlines()[-2:] == ["# not carried over: module load cuda", "# not carried over: --output"]
+    left = ("module load cuda", "--output", "the kind of GPUs of gpu:a100:2")
+    assert text.splitlines()[-3:] == [f"# not carried over: {line}" for line in left]
 
 
 @pytest.mark.parametrize(
@@ -52,6 +53,11 @@ def test_options_must_become_keys_and_the_command_that_of_the_script():
         ("#SBATCH -N2\nsrun python train.py --lr 1 > log 2>&1 &\nwait", {"command": ["train.py", "--lr", "1"]}),
         ("#SBATCH -N2\nsrun torchrun train.py --lr 1 &", {"command": ["train.py", "--lr", "1"]}),
         ("#SBATCH -N2\nexport MASTER_PORT=29500\nexport A=1\ntorchrun train.py", {"env": {"A": "1"}}),
+        ("#SBATCH -N2\nexport A=1 B='x y'; export C=\"z\"", {"env": {"A": "1", "B": "x y", "C": "z"}}),
+        ("#SBATCH -N2\nN=30\nexport L=0.1\npython a.py --n $N --l=${L}", {"command": ["a.py", "--n", "30", "--l=0.1"]}),
+        ("#SBATCH -N2\nsrun accelerate launch --n 4 a.py --bf16\npython b.py", {"command": ["a.py", "--bf16"]}),
+        ("#SBATCH -N2\nsrun bash -c 'torchrun a.py --lr 1'\npython b.py", {"command": ["a.py", "--lr", "1"]}),
+        ("#SBATCH --mem=0", {"memory": "unlimited"}),
     ],
 )
 def test_other_forms_of_options_must_be_read(lines, found):
@@ -95,6 +101,21 @@ def test_variables_must_be_kept_and_what_is_not_carried_over_be_listed_without_s
     assert (job["env"], job["command"]) == ({"NCCL_DEBUG": "INFO"}, ["b.py"])
     left = ["source venv/bin/activate", "export HF_TOKEN=…", "export A=…", "srun python prep.py", "--array"]
     assert text.splitlines()[-5:] == [f"# not carried over: {line}" for line in left] and "hf_" not in text
+
+
+@pytest.mark.parametrize(
+    ("lines", "left"),
+    [
+        ("#SBATCH -o a -e b -a 1-3", ["--output", "--error", "--array"]),
+        ("#SBATCH --gres=gpu:a100:4", ["the kind of GPUs of gpu:a100:4"]),
+        ("#SBATCH -N2\n./train.sh", ["./train.sh …", "the training, which was not found: replace SCRIPT.py"]),
+        ("python a.py --x ${all[$N]} $JOB_DIR $RANK", ["the value of $N in the command"]),
+        ("export A=$(date) B=$C\nB=`x`", ["export A=…", "export B=…", "B=…"]),
+    ],
+)
+def test_what_is_lost_must_be_listed(lines, left):
+    shown = job_file(f"#SBATCH -N2\n{lines}" if "SBATCH" in lines else f"#SBATCH -N2\npython a.py\n{lines}")
+    assert {f"# not carried over: {line}" for line in left} <= {*shown.splitlines()}
 
 
 def test_what_looks_like_a_secret_must_not_be_shown():

@@ -227,6 +227,13 @@ def test_an_interrupted_checkout_must_leave_no_files(repository, tmp_path, monke
     assert [path.name for path in where.cache.iterdir()] == ["lock"]
 
 
+def test_a_checkout_must_not_be_larger_than_the_files_of_its_revision(repository):
+    (repository / ".gitattributes").write_text("*.txt ident\n")
+    (repository / "a.txt").write_text("$Id$\n" * 1000)
+    commit(repository)
+    assert (source.check_out(source.parsed(f"git+file://{repository}")) / "a.txt").stat().st_size == 5000
+
+
 @pytest.mark.parametrize("limit", ["-v 200000", "-f 2048"])
 def test_git_must_have_limits_of_memory_and_of_a_file_and_leave_nothing_if_it_exceeds_them(
     repository, monkeypatch, limit
@@ -241,13 +248,15 @@ def test_git_must_have_limits_of_memory_and_of_a_file_and_leave_nothing_if_it_ex
     assert [path.name for path in where.cache.iterdir()] == ["lock"]
 
 
-@pytest.mark.parametrize("way", ["beside .git", "suffix", "carriage return"])
+@pytest.mark.parametrize("way", ["beside .git", "no refs", "suffix", "carriage return"])
 def test_git_must_read_no_other_folder_than_the_one_that_was_checked(repository, tmp_path, way):
     """It looks for a repository in several places, and ends a line at a carriage return."""
     of, theirs = repository / ".git", tmp_path / "theirs"
     for name in ("objects", "refs"):
         (theirs / name if way == "suffix" else theirs / ".git" / name).mkdir(parents=True)
-    if way == "beside .git":
+    if way == "no refs":
+        (theirs / ".git" / "refs").rmdir()
+    if way in ("beside .git", "no refs"):
         shutil.copy(of / "HEAD", theirs)
         (theirs / "config").write_text("[core]\n")
         for name in ("objects", "refs"):

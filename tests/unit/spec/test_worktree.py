@@ -102,11 +102,13 @@ def test_a_repository_with_parts_of_another_one_must_not_be_asked(repository, tm
     assert worktree.revision(tmp_path / "project")() == worktree.changes(tmp_path / "project") == ""
 
 
-def test_the_repository_around_a_broken_one_must_not_be_asked(repository):
-    for name in ("objects", "refs"):
-        (repository / "project" / ".git" / name).mkdir(parents=True)
-    (repository / "train.py").write_text("private")
-    assert worktree.revision(repository / "project")() == worktree.changes(repository / "project") == ""
+@pytest.mark.parametrize("name", ["there", "a:b"])  # of which git takes the second for two folders
+def test_the_repository_around_a_broken_one_must_not_be_asked(repository, tmp_path, name):
+    around = repository.rename(tmp_path / name)
+    for below in ("objects", "refs"):
+        (around / "project" / ".git" / below).mkdir(parents=True)
+    (around / "train.py").write_text("private")
+    assert worktree.revision(around / "project")() == worktree.changes(around / "project") == ""
 
 
 def test_the_repository_of_a_submodule_must_be_asked(repository, tmp_path):

@@ -157,6 +157,10 @@ def test_settings_must_not_become_metrics_but_the_last_lines_may_be_printed_once
         files.heard(Progress(metrics={"loss": loss}))
     files.heard(Progress(metrics={"test_acc": 0.9}))
     assert files.has_progress() and files.metrics() == [{"loss": 1.0, "test_acc": 0.9}]
+    files.begin(1)
+    assert not files.has_progress()  # its workers may still import modules
+    files.heard(Progress(step=1))
+    assert files.has_progress()
 
 
 def test_workers_that_ran_in_the_code_folder_itself_must_have_no_list_of_written_files(files):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrate.engines.slurm.script import options, script, words
+from orchestrate.engines.slurm.script import options, script, short_time, words
 from orchestrate.record.paths import JobPaths
 from orchestrate.spec.layers import resolve
 
@@ -29,6 +29,18 @@ PATHS = JobPaths(Path("/home/ada lovelace/runs/train-1"))
 )
 def test_options_of_sbatch_must_follow_from_the_job(settings, found):
     assert options(resolve({"command": "train.py", **settings}), PATHS).items() >= found.items()
+
+
+@pytest.mark.parametrize(
+    ("time", "left"),
+    [
+        *(("2m", 15), ("2", 15), ("2:30", 45), ("0:02:00", 15), ("1m", 0), ("0-0:02", 15)),
+        *(("3m", None), ("1:00:00", None), ("1-0", None), ("soon", None), ("", None)),
+    ],
+)
+def test_a_time_limit_that_leaves_workers_no_time_must_be_warned_of(time, left):
+    found = short_time(resolve({"grace": "15s", "slurm": {"time": time} if time else {}}))
+    assert found == "" if left is None else found.startswith(f"slurm.time leaves workers {left} s to start and train ")
 
 
 def test_nothing_must_be_asked_for_that_the_job_does_not_name():

@@ -332,7 +332,7 @@ def test_a_hint_must_say_what_to_do(code, known, lines, hint):
         (1, "", ["OSError: [Errno 30] Read-only file system: 'x'"], "workers run as your user"),
         (1, "", ["[rank1]: FileNotFoundError: [Errno 2] No such file or directory: 'a'"], "paths are relative to"),
         (127, "", ["[node] rank 0 did not start: No such file or directory: x"], "PATH"),
-        (137, "out of memory", [], "this machine ran out of memory"),
+        (137, "out of memory", [], "use a smaller batch"),
         (1, "", ["DataLoader worker (pid 9) is killed by signal: Killed."], "use fewer DataLoader workers"),
     ],
 )
