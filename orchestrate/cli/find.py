@@ -88,7 +88,7 @@ def find(args: Args, engines: list[Engine]) -> Path:
         )
         more = f" and {len(known) - MAX_SHOWN} more" if len(known) > MAX_SHOWN else ""
         names = ", ".join(paths.root.name for paths in known[:MAX_SHOWN]) + more
-        none = f"no jobs in {args.shown}; use --runs to select another folder"
+        none = f"no jobs in {args.shown}; use --runs to select another folder, or the whole name"
         raise UsageError(what, f"jobs in {args.shown}: {names}" if known else none)
     return folder
 

@@ -10,9 +10,9 @@ from orchestrate import console, errors
 from orchestrate.cli.args import Args
 from orchestrate.clock import Clock
 from orchestrate.console import print_message
-from orchestrate.errors import EngineError
+from orchestrate.errors import EngineError, UsageError
 from orchestrate.host import slurm
-from orchestrate.record import run_dir
+from orchestrate.record import lock, run_dir
 from orchestrate.record.batch import Batch
 from orchestrate.record.paths import JobPaths
 
@@ -25,6 +25,13 @@ def detaching(name: str) -> Iterator[None]:
     except KeyboardInterrupt:
         print_message(f"detached; {name} continues")
         raise SystemExit(errors.INTERRUPTED) from None
+
+
+def check_started(paths: JobPaths) -> None:
+    """Raise UsageError for a job that waits in the queue of a scheduler, and so has no workers."""
+    if lock.is_queued(paths):
+        name = paths.root.name
+        raise UsageError(f"{name} waits in the queue", f"python -m orchestrate attach {name} shows when it starts")
 
 
 def rounds(args: Args, paths: JobPaths) -> Iterator[bool]:

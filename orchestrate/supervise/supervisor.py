@@ -33,6 +33,7 @@ class Supervisor:
         logs = [rule["log"] for rule in self.spec.rules if "log" in rule]
         self.patterns = Patterns(logs, job.warn)
         self.result = self.history.outcome
+        self.warned = False  # that the script starts over
         self.connected = False  # whether the session knows the nodes, from `up` or `adopt`
 
     @property
@@ -126,7 +127,8 @@ class Supervisor:
         self.emit(events.RestartDecided(decision.restart, decision.why, decision.delay))
         if not decision.restart:
             raise Over(JobResult(Outcome.FAILED, decision.why))
-        if self._starts_over():
+        if not self.warned and self._starts_over():
+            self.warned = True
             self.job.warn(STARTS_OVER)
         self.job.go_on()
         if self.job.sleep(decision.delay):

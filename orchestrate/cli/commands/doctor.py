@@ -11,10 +11,11 @@ from orchestrate.cli.args import Args
 from orchestrate.cli.parser import Parser
 from orchestrate.console import out
 from orchestrate.dataclass import replace
-from orchestrate.doctor.findings import BAD, Finding
+from orchestrate.doctor.findings import BAD, GOOD, Finding
 from orchestrate.engines import check_cache
 from orchestrate.engines.choice import sdk
 from orchestrate.errors import OrchestrateError
+from orchestrate.host import slurm
 from orchestrate.spec.spec import JobSpec
 
 
@@ -64,11 +65,13 @@ def _findings(spec: JobSpec, job: bool) -> Iterator[Finding]:
         yield from machine.local()
         if job and machine.torch_version():
             yield from trial.trial(spec)
+        if slurm.installed():
+            yield Finding(GOOD, "Slurm is installed here", f"{console.MODULE} doctor --engine slurm checks its cluster")
         return
     if spec.engine == "slurm":
-        from orchestrate.doctor import slurm
+        from orchestrate.doctor import slurm as cluster
 
-        yield from slurm.doctor(spec)
+        yield from cluster.doctor(spec)
         return
     with sdk():
         from orchestrate.doctor import checks

@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Sequence
 
 from orchestrate import console, errors
-from orchestrate.cli import find, options
+from orchestrate.cli import find, options, waiting
 from orchestrate.cli.args import Args
 from orchestrate.cli.parser import Parser
 from orchestrate.engines import choice
@@ -47,6 +47,7 @@ def beside(args: Args, command: Sequence[str], terminal: bool) -> int:
     name = paths.root.name
     if run_dir.ended(paths):
         raise UsageError(f"{name} has ended", f"{console.called()} logs {name}")
+    waiting.check_started(paths)
     firsts: dict[str, WorkerPlan] = {}
     for worker in plan.workers:
         firsts.setdefault(worker.node, worker)

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from orchestrate import console, errors
-from orchestrate.cli import display, find, options
+from orchestrate.cli import display, find, options, waiting
 from orchestrate.cli.args import Args
 from orchestrate.cli.parser import Parser
 from orchestrate.clock import Clock
@@ -43,6 +43,7 @@ def run(args: Args) -> int:
     spec, plan = run_dir.load(paths)
     size, hide = len(plan.workers), spec.mask()
     wanted = display.ranks(args.ranks, size) if args.ranks else range(size)
+    waiting.check_started(paths)
     found = _ask(paths, args.clock)
     texts = {rank: _described(found.get(rank), whole=args.verbose) for rank in wanted}
     for folder in (f"{plan.placement.job_dir}/{WORK}/", f"{os.getcwd()}/"):

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from orchestrate import console, errors
-from orchestrate.cli import find, options
+from orchestrate.cli import find, options, waiting
 from orchestrate.cli.args import Args
 from orchestrate.cli.parser import Parser
 from orchestrate.clock import Clock
@@ -40,6 +40,7 @@ def run(args: Args) -> int:
     spec, plan = run_dir.load(paths)
     if run_dir.ended(paths):
         raise UsageError(f"{paths.root.name} has ended", f"python -m orchestrate report {paths.root.name}")
+    waiting.check_started(paths)
     state = Top(plan, spec.cpus or len(plan.inventory.cores) or 1)
     live = console.replaces(sys.stdout) and not args.once
     with contextlib.suppress(KeyboardInterrupt), full_screen(state) if live else contextlib.nullcontext() as draw:

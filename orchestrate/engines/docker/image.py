@@ -37,6 +37,8 @@ def prepare(daemon: Daemon, spec: JobSpec, run: Path) -> None:
     """Build or pull the image of a job, unless the job cannot run here anyway; raises ResourceError."""
     if gpus_unavailable(daemon, spec):
         return
+    if spec.dockerfile or spec.pip:  # which can take minutes: folders that nodes cannot read are reported before
+        folders.given_mounts(spec, run.parent.parent)
     if spec.dockerfile:
         packages.build(daemon, spec)
     else:

@@ -97,7 +97,7 @@ def test_nodes_that_name_another_run_directory_must_not_lead_to_it(do, engine, t
 
 
 def test_an_empty_runs_folder_must_be_named(do, engine, tmp_path):
-    hint = f"hint: no jobs in {tmp_path}; use --runs to select another folder"
+    hint = f"hint: no jobs in {tmp_path}; use --runs to select another folder, or the whole name"
     assert do("logs", "a") == (2, [], ["error: no such job: a", hint])
     hint = "hint: name a job of another folder, or select that with --runs"
     assert do("logs") == (2, [], [f"error: no jobs in {tmp_path}", hint])
