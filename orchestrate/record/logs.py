@@ -138,7 +138,8 @@ class Follower:
 
     def _block(self, rank: int, raw: bytes, offset: int) -> Iterator[Block]:
         self.silent = self.silent and MARK in raw and all(line.startswith(MARK) for line in raw.split(b"\n"))
-        if UP not in raw and (self.marks or MARK not in raw):
+        nested = b"\x1b" in raw and UP in raw  # a search for one byte is much faster
+        if not nested and (self.marks or MARK not in raw):
             yield self._shown(rank, raw, offset)
             return
         kept, start, at = list[bytes](), offset, offset

@@ -50,6 +50,7 @@ IN_JSON = re.compile(
 )
 MAX_DEPTH = 50  # levels of nested data that are searched; a job may write deeper ones
 MANY = 20  # secrets
+KEPT = re.compile(r"[\w.~-]+", re.ASCII)  # characters that are the same in JSON, in Python's repr and in a URL
 MIN_LENGTH = 6  # characters of a secret that is searched for in text; shorter ones are part of too many words
 
 
@@ -77,14 +78,18 @@ class Mask:
     def __init__(self, env: Mapping[str, str], named: Collection[str] = ()) -> None:
         """`named` lists variables that are always secret."""
         secrets = [env[name] for name in secret_names(env, named)]
-        found = {text for value in secrets for text in _parts(value) if len(text) >= MIN_LENGTH}
-        self._texts = sorted(found, key=len, reverse=True)
-        self._pattern = re.compile(_any_of(self._texts) or r"(?!)")  # matches nothing
+        found, probes = set[str](), set[str]()
+        for part in {part for value in secrets for part in _parts(value)}:
+            if forms := {form for form in _forms(part) if len(form) >= MIN_LENGTH}:
+                found |= forms
+                probes |= _probes(part, forms)
+        self._probes = [*probes]
+        self._pattern = re.compile(_any_of(sorted(found, key=len, reverse=True)) or r"(?!)")  # matches nothing
 
     def __call__(self, text: str) -> str:
         """The text with `***` in place of each secret."""
-        few = len(self._texts) < MANY  # searches for each of them are much faster than one for the pattern
-        return text if few and not any(map(text.__contains__, self._texts)) else self._pattern.sub(HIDDEN, text)
+        few = len(self._probes) < MANY  # searches for each of them are much faster than one for the pattern
+        return text if few and not any(map(text.__contains__, self._probes)) else self._pattern.sub(HIDDEN, text)
 
     def inside(self, data: Any, depth: int = MAX_DEPTH, ours: Collection[str] | None = None) -> Any:
         """JSON data with `***` in place of each secret in keys and values, and of data nested deeper than `depth`.
@@ -149,14 +154,20 @@ def _any_of(texts: list[str], grouped: int = 3) -> str:
 
 
 def _parts(value: str) -> set[str]:
-    """Parts of a secret that text may contain: the whole value, each line, and the secrets in it.
-
-    Also as displayed, decoded, in JSON, as Python's repr, and in a URL.
-    """
+    """Parts of a secret that text may contain: the whole value, each line, and the secrets in it; also as displayed."""
     parts = {value, value.strip(), *value.splitlines(), *_embedded(value)}
     parts |= {part.encode(errors="surrogateescape").decode(errors="replace") for part in parts}
-    forms = (json.dumps, partial(json.dumps, ensure_ascii=False), repr)
-    quoted = {form(part)[1:-1] for form in forms for part in parts}
+    return parts | {*map(clean, parts)}
+
+
+def _forms(part: str) -> set[str]:
+    """A part of a secret as programs print it: as it is, in JSON, as Python's repr, and in a URL."""
+    quotes = (json.dumps, partial(json.dumps, ensure_ascii=False), repr)
     urls = (quote, partial(quote, safe=""), quote_plus)
-    quoted |= {form(part, errors="surrogateescape") for form in urls for part in parts}
-    return parts | quoted | {*map(clean, parts)}
+    return {part, *(form(part)[1:-1] for form in quotes), *(form(part, errors="surrogateescape") for form in urls)}
+
+
+def _probes(part: str, forms: set[str]) -> set[str]:
+    """What a text contains that contains any form of a part: characters that all forms keep, or else the forms."""
+    core = max(KEPT.findall(part), key=len, default="")
+    return {core} if len(core) >= MIN_LENGTH else forms
