@@ -54,23 +54,28 @@ def doctor(spec: JobSpec) -> Iterator[Finding]:
 
 
 def _request(spec: JobSpec) -> Iterator[Finding]:
-    """Ask Slurm whether machines could run a job with these options; if one of 1 node could, it is only a warning."""
-    asked, refusal = spec.trainers + 1 + spec.spares, ""
-    for nodes in dict.fromkeys((asked, 1)):
-        options = requested(spec, "doctor", nodes, os.devnull) | given(spec)
-        try:
-            slurm.call("sbatch", "--test-only", *flags(options), "--wrap=true")
-            yield Finding(GOOD, f"Slurm can place a job of {pluralize(nodes, 'node')} with these options")
-            break
-        except OrchestrateError as error:
-            refusal = refusal or f"Slurm cannot place a job of {pluralize(asked, 'node')} with these options: {error}"
-    else:
-        nodes = 0
+    """Report whether Slurm could place a job with these options; if only one of 1 node, it is a warning."""
+    nodes = spec.trainers + 1 + spec.spares
+    refusal = _refusal(spec, nodes)
+    fits = nodes if not refusal else 1 if not _refusal(spec, 1) else 0
+    if fits:
+        yield Finding(GOOD, f"Slurm can place a job of {pluralize(fits, 'node')} with these options")
     if why := short_time(spec):
         yield Finding(WARNING, why, "raise slurm.time, or lower grace")
     if refusal:
+        what = f"Slurm cannot place a job of {pluralize(nodes, 'node')} with these options: {refusal}"
         hint = "use other --nodes, --memory, --cpus, --gpus or options of slurm: what a partition has is listed above"
-        yield Finding(WARNING if nodes else BAD, refusal, hint)
+        yield Finding(WARNING if fits else BAD, what, hint)
+
+
+def _refusal(spec: JobSpec, nodes: int) -> str:
+    """Ask Slurm, without a job, why no machines could run one of so many nodes; empty if some could."""
+    options = requested(spec, "doctor", nodes, os.devnull) | given(spec)
+    try:
+        slurm.call("sbatch", "--test-only", *flags(options), "--wrap=true")
+        return ""
+    except OrchestrateError as error:
+        return str(error)
 
 
 def _images(spec: JobSpec) -> Iterator[Finding]:

@@ -84,9 +84,9 @@ def _head(spec: JobSpec, job: Shape, run: str, code: str, user: tuple[int, int] 
         f"  mkdir -p {quoted(os.path.dirname(run))} && mkdir -m 700 {quoted(run)} && "
         f"install -d {owner}{quoted(f'{run}/{JOB}')}",
     ]
-    seen = f"find {quoted(code)} -mindepth 1 -maxdepth 1 ! -type l ! -name '.*'"
-    seen += "".join(f" ! -name {quoted(name)}" for name in sorted({"runs", *_with_jobs(Path(code))}))
     if user and not _is_readable(Path(code), *user):
+        seen = f"find {quoted(code)} -mindepth 1 -maxdepth 1 ! -type l ! -name '.*'"
+        seen += "".join(f" ! -name {quoted(name)}" for name in sorted({"runs", *_with_jobs(Path(code))}))
         lines += [
             f"Nodes run as user {user[0]}, who cannot read all of the code yet:",
             f"  chmod a+rX {quoted(code)} && {seen} -exec chmod -R a+rX {{}} +",
