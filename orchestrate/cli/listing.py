@@ -18,7 +18,7 @@ from orchestrate.errors import UsageError
 from orchestrate.files.lines import last
 from orchestrate.files.paths import METRICS
 from orchestrate.host import claims, owners, records
-from orchestrate.record import batch, lock, metrics, run_dir
+from orchestrate.record import lock, metrics, run_dir
 from orchestrate.record.paths import JobPaths
 from orchestrate.spec.sizes import format_bytes
 from orchestrate.spec.spec import JobSpec
@@ -46,7 +46,12 @@ def current(runs: Path) -> Iterator[Listed]:
     shown = set()
     for state in choice.jobs():
         busy = lock.supervisor(state.paths)
-        status = _of_cluster(state, busy) if state.cluster else _of(busy) if busy else _without(state)
+        if state.cluster:
+            status = _of_cluster(state, busy)
+        elif busy:
+            status = "pending" if busy.waits() else "running"
+        else:
+            status = _without(state)
         shown.add(state.job_id)
         facts = (state.job_id, state.engine, state.nodes, status, state.paths.root, created_at(state.paths))
         yield Listed(*facts, metrics=_metrics(state.paths))
@@ -73,11 +78,6 @@ def queued() -> Iterator[Listed]:
             holders = ", ".join(dict.fromkeys(str(used[each]) for each in claim.among if each in used))
             state = f"waits for {claims.wanted(claim.among, claim.count)}" + f", in use by {holders}" * bool(holders)
             yield Listed(str(claim), "", 0, state, None, claim.since / 1e9)
-
-
-def _of(supervisor: lock.Supervisor | batch.Batch) -> str:
-    """The state of a job with a supervisor, or one that a scheduler has not started yet."""
-    return "pending" if isinstance(supervisor, batch.Batch) and supervisor.waits() else "running"
 
 
 def _without(state: JobState) -> str:

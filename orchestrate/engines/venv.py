@@ -5,7 +5,6 @@ An environment sees the packages of this interpreter, too, so torch is not insta
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import importlib.util
 import json
@@ -50,10 +49,7 @@ def create(lines: list[str]) -> None:
     folder = interpreter.parents[1]
     requirements.variables(lines)
     try:
-        owners.cache(CACHE)
-        private.make(folder.parent)
-        with open(folder.with_suffix(".lock"), "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # another run may be creating it
+        with owners.filling(CACHE, folder.with_suffix(".lock")):
             if not ((folder / DONE).exists() and interpreter.exists()):
                 print_message(f"installing {pluralize(len(lines), 'package')} in {folder} (once)")
                 shutil.rmtree(folder, ignore_errors=True)

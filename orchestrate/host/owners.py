@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import grp
 import os
 import pwd
 import stat
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 
 from orchestrate.errors import UsageError
@@ -72,6 +74,22 @@ def cache(kind: str) -> Path:
             raise UsageError(f"{folder} cannot be used as a cache: {why}", "set XDG_CACHE_HOME to a folder of yours")
     check(path, "a cache", "set XDG_CACHE_HOME to a folder that only root can change")
     return path
+
+
+@contextlib.contextmanager
+def filling(kind: str, lock: Path) -> Iterator[None]:
+    """Lock a cached folder of a kind while it is filled; waits for another run, or `prune`, that has locked it.
+
+    `lock` is its lock file, whose folder is created. Raises UsageError as `cache` does, and OSError.
+    """
+    cache(kind)
+    while True:
+        private.make(lock.parent)
+        with lock.open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            if os.fstat(file.fileno()).st_nlink:  # else it was removed together with the cached folder
+                yield
+                return
 
 
 def make(runs: Path) -> None:

@@ -38,6 +38,10 @@ class Supervisor:
         """Describe it in messages."""
         return f"process {self.pid}" if self.pid else "another process"
 
+    def waits(self) -> bool:
+        """Return False: it has started, unlike a job in a queue."""
+        return False
+
     def ask_to_stop(self) -> bool:
         """Send SIGTERM; return False if the process is gone, or is no longer the supervisor that was found.
 
@@ -150,8 +154,7 @@ def supervisor(paths: JobPaths) -> Supervisor | Batch | None:
 
 def is_queued(paths: JobPaths) -> bool:
     """Whether the supervisor of a job waits in the queue of a scheduler."""
-    found = supervisor(paths)
-    return isinstance(found, Batch) and found.waits()
+    return bool((found := supervisor(paths)) and found.waits())
 
 
 def holder(paths: JobPaths) -> Supervisor | None:

@@ -6,7 +6,6 @@ Only the standard library and the `git` command are used. A checkout is a folder
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import os
 import re
@@ -109,9 +108,7 @@ def check_out(repository: Repository) -> Path:
         owners.cache(CACHE)
         if COMMIT.fullmatch(repository.revision) and (cache / repository.revision).is_dir():
             return cache / repository.revision
-        private.make(cache)
-        with open(cache / "lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # another run may be fetching it
+        with owners.filling(CACHE, cache / "lock"):
             return _fetch(repository, cache)
     except FileNotFoundError:
         raise ResourceError("source: no git command on PATH", "install git") from None

@@ -6,7 +6,6 @@ Names in a store are untrusted: nothing is written outside of the cache.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import re
@@ -17,7 +16,7 @@ from pathlib import Path
 
 from orchestrate.errors import StorageBusy, StorageError, StorageLost
 from orchestrate.files.folder import content, write_whole
-from orchestrate.host import owners, private
+from orchestrate.host import owners
 from orchestrate.spec.folders import cached_data
 from orchestrate.storage.base import MAX_LEVELS, Store, Version
 from orchestrate.storage.fetch import Progress, never, retry
@@ -38,10 +37,7 @@ def fetch(
     """
     folder = cached_data(store.url).parent
     try:
-        owners.cache("data")
-        private.make(folder)
-        with open(folder / "lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # another run may be fetching it
+        with owners.filling("data", folder / "lock"):
             return _update(store, folder, progress, lost)
     except OSError as error:
         raise StorageError(f"cannot fetch {store.url} into {folder}: {error.strerror}", "set XDG_CACHE_HOME") from None

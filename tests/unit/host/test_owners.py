@@ -1,10 +1,12 @@
 """No command must accept a run directory that other users created or can replace."""
 
 import contextlib
+import fcntl
 import grp
 import os
 import pwd
 import re
+import shutil
 import struct
 import subprocess
 import sys
@@ -18,7 +20,7 @@ from support.repo import ROOT as REPOSITORY
 
 from orchestrate.cli import table
 from orchestrate.errors import UsageError
-from orchestrate.host import owners, users
+from orchestrate.host import owners, private, users
 from orchestrate.host.writable import note
 from orchestrate.record.paths import JobPaths
 from orchestrate.record.run_dir import load
@@ -376,3 +378,18 @@ def test_a_link_must_not_be_used_as_a_cache(tmp_path, monkeypatch, do):
     (tmp_path / "victim" / "data").mkdir(parents=True)
     (tmp_path / "cache" / "orchestrate" / "data").symlink_to(tmp_path / "victim")
     assert do("prune", "--caches")[0] == 2 and (tmp_path / "victim" / "data").exists()
+
+
+def test_a_cache_that_is_removed_while_a_run_waits_for_its_lock_is_made_again(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    lock, removed, flock = private.cache("data") / "set" / "lock", [], fcntl.flock
+
+    def after_prune(file, how):
+        if not removed:
+            removed.append(shutil.rmtree(lock.parent))
+        flock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", after_prune)
+    with owners.filling("data", lock), lock.open() as file, pytest.raises(BlockingIOError):  # nobody else fills it
+        flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    assert removed
