@@ -26,7 +26,7 @@ from orchestrate.plan.plan import Inventory, Placement, Plan, names, plan, plura
 from orchestrate.record import lock, run_dir
 from orchestrate.record.paths import JobPaths
 from orchestrate.spec.spec import JobSpec
-from orchestrate.supervise import stores
+from orchestrate.supervise import open_stores
 
 # Settings that a node keeps from its creation, so that a job must have the same.
 FIXED_KEYS = (
@@ -235,7 +235,7 @@ def start(engine: Engine, spec: JobSpec, runs: Path, private: bool = False) -> t
     """Create a cluster as `bring_up`; also return whether its nodes have imported what jobs need, in time."""
     if spec.engine == "slurm":
         raise UsageError("nodes of Slurm do not stay up after a job", "run a job: its nodes start in its allocation")
-    stores.prepare(spec)
+    open_stores.prepare(spec)
     if private:
         remove_abandoned(engine, found(runs) + elsewhere(engine, runs))
     phase(f"starting {pluralize(spec.trainers + 1 + spec.spares, 'node')}")

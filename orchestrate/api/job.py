@@ -22,7 +22,7 @@ from orchestrate.api import function, prepare, request
 from orchestrate.api import resume as resumed
 from orchestrate.api import stop as stopped
 from orchestrate.dataclass import dataclass
-from orchestrate.engines import choice
+from orchestrate.engines import registry
 from orchestrate.errors import OrchestrateError, UsageError
 from orchestrate.host import owners, records
 from orchestrate.plan.imports import CALLED
@@ -133,7 +133,7 @@ class Job:
     def stop(self) -> None:
         """Stop the job, and return once nothing of it is left; raises OrchestrateError if something is."""
         spec, plan = run_dir.load(self._paths)
-        stopped.stop(self._paths, [choice.of_plan(spec, plan)])
+        stopped.stop(self._paths, [registry.of_plan(spec, plan)])
 
     def resume(self) -> None:
         """Continue a job that has ended without success, with its files; raises UsageError for any other."""
@@ -183,7 +183,7 @@ class Cluster:
         kept = {} if settings.get("engine") == "swarm" else {"keep": KEEP}
         with _place_kept():
             spec = request.spec_of(kept | settings)
-            self._engine = choice.select_engine(spec)
+            self._engine = registry.select_engine(spec)
             self._made, _ = clusters.start(self._engine, spec, self._runs, private=True)
 
     @property

@@ -14,10 +14,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO
 
-from orchestrate.api import cluster, queue
+from orchestrate.api import cluster, gpu_queue
 from orchestrate.console import print_message
 from orchestrate.dataclass import dataclass, field
-from orchestrate.engines import choice
+from orchestrate.engines import registry
 from orchestrate.engines.base import Engine
 from orchestrate.engines.ports import port
 from orchestrate.errors import OrchestrateError, UsageError
@@ -30,7 +30,7 @@ from orchestrate.record import lock, run_dir
 from orchestrate.record.paths import JobPaths
 from orchestrate.spec import folders, worktree
 from orchestrate.spec.spec import JobSpec
-from orchestrate.supervise import stores
+from orchestrate.supervise import open_stores
 
 _bound: list[IO[bytes]] = []  # pipes to supervisors, which end with this process
 os.register_at_fork(after_in_child=lambda: [pipe.close() for pipe in _bound])  # and not with its children
@@ -68,10 +68,10 @@ def prepare(spec: JobSpec, runs: Path, on: str = "") -> Prepared:
     OrchestrateError.
     """
     engine, paths, revision = _begin(spec, runs)
-    stores.prepare(spec)
+    open_stores.prepare(spec)
     engine.prepare(spec, paths.shared)
     with contextlib.ExitStack() as held, contextlib.ExitStack() as claim:
-        inventory, own = queue.site(engine, spec, paths, claim.enter_context(claims.Ticket(paths.root.name)))
+        inventory, own = gpu_queue.reserve(engine, spec, paths, claim.enter_context(claims.Ticket(paths.root.name)))
         own = dataclasses.replace(own, revision=revision())
         placement = _placement(spec, inventory, own, paths, engine, held, on)
         if placement is own:
@@ -153,7 +153,7 @@ def _begin(spec: JobSpec, runs: Path) -> tuple[Engine, JobPaths, Callable[[], st
     code = code_folder(spec.command)
     preload.start(spec, code)  # while the engine's modules are imported
     revision = worktree.revision(code)
-    return choice.select_engine(spec), run_dir.new_paths(spec, runs), revision
+    return registry.select_engine(spec), run_dir.new_paths(spec, runs), revision
 
 
 def _placement(

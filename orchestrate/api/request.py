@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrate.api import defaults
-from orchestrate.api.script import check_script
+from orchestrate.api.check_script import check_script
 from orchestrate.errors import UsageError
 from orchestrate.host import slurm
 from orchestrate.spec import folders, requirements, secret_files, source

@@ -7,10 +7,10 @@ import dataclasses
 import secrets
 from pathlib import Path
 
-from orchestrate.api import queue, removal
+from orchestrate.api import gpu_queue, removal
+from orchestrate.api.check_script import check_script
 from orchestrate.api.prepare import Prepared, warn_of_links
-from orchestrate.api.script import check_script
-from orchestrate.engines import choice
+from orchestrate.engines import registry
 from orchestrate.engines.ports import port
 from orchestrate.errors import UsageError
 from orchestrate.files.paths import code_folder
@@ -23,7 +23,7 @@ from orchestrate.record.outcomes import Outcome
 from orchestrate.record.paths import JobPaths
 from orchestrate.spec import folders, source, worktree
 from orchestrate.spec.spec import JobSpec
-from orchestrate.supervise import launch, stores
+from orchestrate.supervise import launch, open_stores
 
 
 def resume(paths: JobPaths, wait: bool = False) -> Prepared:
@@ -52,11 +52,11 @@ def _resume(paths: JobPaths, wait: bool) -> Prepared:
     folders.check_again(spec)
     warn_of_links(spec)
     check_script(spec)
-    stores.prepare(spec)
-    engine, name = choice.of_plan(spec, last), paths.root.name
+    open_stores.prepare(spec)
+    engine, name = registry.of_plan(spec, last), paths.root.name
     engine.prepare(spec, paths.shared)
     with contextlib.ExitStack() as claim:
-        inventory, placement = queue.site(engine, spec, paths, claim.enter_context(claims.Ticket(name)))
+        inventory, placement = gpu_queue.reserve(engine, spec, paths, claim.enter_context(claims.Ticket(name)))
         own, before = placement.job_dir, last.placement.job_dir
         placement = dataclasses.replace(
             placement,
@@ -101,7 +101,7 @@ def check(paths: JobPaths) -> Plan:
     if data["outcome"] == Outcome.SUCCEEDED:
         raise UsageError(f"{name} has succeeded", "start a new job; its script can load the checkpoints of this one")
     spec, last = run_dir.load(paths)
-    if data["left_behind"] and (paths.cluster or removal.resources([choice.of_plan(spec, last)], name)):
+    if data["left_behind"] and (paths.cluster or removal.resources([registry.of_plan(spec, last)], name)):
         raise UsageError(f"not all nodes of {name} were removed", f"python -m orchestrate stop {name}")
     user, owner = users.nodes_of(spec.user), paths.shared.stat().st_uid
     if last.contained and user and user[0] != owner:  # who could not write to the job folder

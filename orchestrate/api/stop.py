@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from orchestrate.api import removal
 from orchestrate.clock import SYSTEM, Clock
 from orchestrate.console import print_message
-from orchestrate.engines import choice
+from orchestrate.engines import registry
 from orchestrate.errors import OrchestrateError
 from orchestrate.record import lock, run_dir
 from orchestrate.record.logs import rest
@@ -84,7 +84,7 @@ def _stop_unsupervised(paths: JobPaths, resources: list[tuple[Engine, str]], cou
     """
     try:
         spec, plan = run_dir.load(paths)
-        engine = choice.of_plan(spec, plan)
+        engine = registry.of_plan(spec, plan)
         more = count(spec)
         feed = Feed(paths, spec, plan, Display(print_message), rest(paths, spec, plan, last=0))  # only what comes
         data = launch.supervise(paths, engine, lambda: 1 + more(), feed)

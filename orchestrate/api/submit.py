@@ -7,13 +7,13 @@ from pathlib import Path
 
 from orchestrate.console import print_message
 from orchestrate.engines.base import Engine
-from orchestrate.engines.slurm.script import script, short_time, words
+from orchestrate.engines.slurm.batch_script import script, short_time, words
 from orchestrate.errors import EngineError
 from orchestrate.files.paths import WORK
 from orchestrate.files.work import Copy
 from orchestrate.host import records, slurm
 from orchestrate.plan.plan import Plan
-from orchestrate.record import batch
+from orchestrate.record import slurm_job
 from orchestrate.record.paths import JobPaths
 from orchestrate.spec.spec import JobSpec
 from orchestrate.supervise.job_files import JobFiles
@@ -26,8 +26,8 @@ def submit(engine: Engine, spec: JobSpec, plan: Plan, paths: JobPaths) -> None:
     number = slurm.call(*words(spec, paths), cwd=str(paths.root)).strip().partition(";")[0]
     if not number.isdigit():
         raise EngineError(f"sbatch did not print the number of a job, but {number!a}")
-    batch.keep(paths, number)
-    print_message(f"submitted {paths.root.name} as {batch.Batch(number, paths)}")
+    slurm_job.keep(paths, number)
+    print_message(f"submitted {paths.root.name} as {slurm_job.Batch(number, paths)}")
     if why := short_time(spec):
         print_message(f"warning: {why}")
 

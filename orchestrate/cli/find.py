@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from orchestrate.cli.args import Args
 from orchestrate.cli.options import LATEST, RUNS
 from orchestrate.cli.table import COMMANDS
-from orchestrate.engines import choice
+from orchestrate.engines import registry
 from orchestrate.errors import UsageError
 from orchestrate.files.paths import NAME
 from orchestrate.host import claims, owners, records
@@ -170,15 +170,15 @@ def paths_of(args: Args) -> JobPaths:
     paths = JobPaths(args.runs / args.job)
     if _is_job(paths) and records.find(paths.root):
         return paths  # without a look at thousands of others
-    return JobPaths(find(args, choice.available_engines()))
+    return JobPaths(find(args, registry.available_engines()))
 
 
 def anywhere(args: Args) -> tuple[JobPaths, list[Engine]]:
     """Return a job's files and all engines that answer; raises OrchestrateError if the job's own does not."""
-    engines = choice.available_engines()
+    engines = registry.available_engines()
     paths = JobPaths(find(args, engines))
     with contextlib.suppress(UsageError):  # its files are unreadable
         spec, plan = run_dir.load(paths)
         if plan.engine not in {engine.name for engine in engines}:
-            return paths, [choice.of_plan(spec, plan), *engines]
+            return paths, [registry.of_plan(spec, plan), *engines]
     return paths, engines

@@ -12,7 +12,7 @@ from typing import Any
 
 from orchestrate.cli.find import created_at, job_folders
 from orchestrate.dataclass import dataclass, field
-from orchestrate.engines import choice
+from orchestrate.engines import registry
 from orchestrate.engines.base import JobState
 from orchestrate.errors import UsageError
 from orchestrate.files.lines import last
@@ -44,7 +44,7 @@ class Listed:
 def current(runs: Path) -> Iterator[Listed]:
     """Yield clusters, jobs with nodes of their own or on a cluster, and jobs with a supervisor but no nodes."""
     shown = set()
-    for state in choice.jobs():
+    for state in registry.jobs():
         busy = lock.supervisor(state.paths)
         if state.cluster:
             status = _of_cluster(state, busy)
@@ -137,7 +137,7 @@ def _of_cluster(state: JobState, busy: object) -> str:
         left = cluster.Cluster(state.paths, *run_dir.load(state.paths)).seconds_left()
     if left is not None and left <= 0:
         return "expired"
-    holds = [f"holds {format_bytes(size)}"] if (size := choice.memory(state)) else []
+    holds = [f"holds {format_bytes(size)}"] if (size := registry.memory(state)) else []
     return ", ".join(["idle", *holds, *([] if left is None else [f"{math.ceil(left / 60)} min left"])])
 
 

@@ -13,8 +13,8 @@ from orchestrate.console import print_message
 from orchestrate.errors import EngineError, UsageError
 from orchestrate.host import slurm
 from orchestrate.record import lock, run_dir
-from orchestrate.record.batch import Batch
 from orchestrate.record.paths import JobPaths
+from orchestrate.record.slurm_job import Batch
 
 
 @contextlib.contextmanager

@@ -12,8 +12,8 @@ from pathlib import Path
 from orchestrate import __version__
 from orchestrate.doctor.findings import BAD, GOOD, WARNING, Finding
 from orchestrate.engines.slurm import image
+from orchestrate.engines.slurm.batch_script import flags, given, requested, short_time
 from orchestrate.engines.slurm.engine import SlurmEngine
-from orchestrate.engines.slurm.script import flags, given, requested, short_time
 from orchestrate.errors import EngineError, OrchestrateError
 from orchestrate.files.paths import PACKAGE
 from orchestrate.host import private, records, slurm

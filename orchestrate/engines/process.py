@@ -43,7 +43,7 @@ from orchestrate.spec.source import GIT
 from orchestrate.spec.spec import JobSpec, unencodable
 
 # Keys of a job file that only containers support.
-LIMITS = (
+UNSUPPORTED = (
     *("image", "dockerfile", "mounts", "user", "memory", "cpus", "shm_size"),
     *("isolated", "labels", "ports", "services", *SWARMS),
 )
@@ -97,7 +97,7 @@ class ProcessEngine:
             offered = Offer(why=f"{sys.executable} cannot use the GPUs: {why}")
         inventory = Inventory(
             engine="process",
-            about=f"local processes without isolation{ignoring(spec, LIMITS, 'the process engine')}",
+            about=f"local processes without isolation{ignoring(spec, UNSUPPORTED, 'the process engine')}",
             cores=cores(),
             **fields(offered, spec.pin),
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from orchestrate.export.batch import filled, unattended
+from orchestrate.export.batch_text import filled, unattended
 from orchestrate.spec.sizes import parse_size
 from orchestrate.spec.spec import JobSpec
 

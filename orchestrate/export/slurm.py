@@ -6,9 +6,9 @@ import math
 import re
 
 from orchestrate import console
-from orchestrate.engines.slurm.script import flags, given, requested
+from orchestrate.engines.slurm.batch_script import flags, given, requested
 from orchestrate.errors import UsageError
-from orchestrate.export.batch import filled, unattended
+from orchestrate.export.batch_text import filled, unattended
 from orchestrate.plan import container
 from orchestrate.spec.spec import JobSpec
 

@@ -131,8 +131,8 @@ class Ticket:
         """Whether it is in the queue."""
         return bool(self.content[1])
 
-    def wait(self, among: tuple[str, ...], count: int) -> None:
-        """Wait in the queue for `count` of some resources; the place is kept while they are among the first ones."""
+    def enqueue(self, among: tuple[str, ...], count: int) -> None:
+        """Take a place in the queue for `count` of some resources; it is kept while they are among the first ones."""
         if not {*among} <= {*self.content[1]}:
             with _deciding():
                 self._write((), among, count)

@@ -18,9 +18,9 @@ from orchestrate.clock import SYSTEM, wait_until
 from orchestrate.dataclass import dataclass
 from orchestrate.host import slurm
 from orchestrate.host.processes import myself, named
-from orchestrate.record import batch
-from orchestrate.record.batch import Batch
+from orchestrate.record import slurm_job
 from orchestrate.record.paths import JobPaths
+from orchestrate.record.slurm_job import Batch
 
 # struct flock of Linux and macOS: type, whence, start, length, and the process id that the kernel fills in.
 _FLOCK, _PID = ("hhqqi", 4) if sys.platform == "linux" else ("qqihh", 2)
@@ -148,8 +148,8 @@ def supervisor(paths: JobPaths) -> Supervisor | Batch | None:
 
     That of a job of Slurm runs on another machine: the queue knows it, since no lock can be trusted across machines.
     """
-    submitted = batch.of(paths)
-    return batch.holder(submitted) if submitted and not slurm.is_inside(submitted.id) else holder(paths)
+    submitted = slurm_job.of(paths)
+    return slurm_job.holder(submitted) if submitted and not slurm.is_inside(submitted.id) else holder(paths)
 
 
 def is_queued(paths: JobPaths) -> bool:

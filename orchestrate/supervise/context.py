@@ -18,7 +18,7 @@ from orchestrate.record.outcomes import Activity, JobResult, Outcome, Stack
 from orchestrate.record.recorder import Recorder
 from orchestrate.spec.spec import JobSpec
 from orchestrate.supervise.job_files import JobFiles
-from orchestrate.supervise.stores import NoCopies
+from orchestrate.supervise.open_stores import NoCopies
 
 ENGINE_TIMEOUT = 300.0  # seconds that the engine may not respond, or the disk of the run directory may be full
 STOPPING_TIMEOUT = 10.0  # the same in seconds while the job is being stopped

@@ -32,7 +32,7 @@ from orchestrate.supervise.context import JobContext
 from orchestrate.supervise.job_files import REMOVED_AFTER, JobFiles
 from orchestrate.supervise.notify import Notifier
 from orchestrate.supervise.observer import Observer, SharedUsage
-from orchestrate.supervise.stores import NoCopies
+from orchestrate.supervise.open_stores import NoCopies
 from orchestrate.supervise.supervisor import Supervisor
 from orchestrate.supervise.tensorboard import Board
 
@@ -180,7 +180,7 @@ def _copies(spec: JobSpec, paths: JobPaths, stops: Callable[[], int], emit: Reco
     """Return the copies of a job's files in object stores."""
     if not spec.checkpoints and not spec.output:
         return NoCopies()
-    from orchestrate.supervise.store_copies import StoreCopies  # only here: it takes time to import
+    from orchestrate.supervise.checkpoint_copies import StoreCopies  # only here: it takes time to import
 
     return StoreCopies(spec, paths, stops, emit)
 

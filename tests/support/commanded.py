@@ -12,7 +12,7 @@ import pytest
 
 from orchestrate.cli.main import main
 from orchestrate.clock import SYSTEM, Clock
-from orchestrate.engines import choice
+from orchestrate.engines import registry
 from orchestrate.engines.base import JobState
 from orchestrate.host import records
 from orchestrate.record import run_dir
@@ -66,10 +66,10 @@ class Commands:
     def __init__(self, runs: Path, monkeypatch, capsys) -> None:
         self.runs, self.capsys, self.engine = runs, capsys, Whole()
         self.clock: Clock = SYSTEM
-        monkeypatch.setattr(choice, "available_engines", lambda: [self.engine])
-        monkeypatch.setattr(choice, "jobs", lambda: iter(self.engine.jobs()))
-        monkeypatch.setattr(choice, "memory", lambda job: 3 << 20)
-        monkeypatch.setattr(choice, "select_engine", lambda spec: self.engine)
+        monkeypatch.setattr(registry, "available_engines", lambda: [self.engine])
+        monkeypatch.setattr(registry, "jobs", lambda: iter(self.engine.jobs()))
+        monkeypatch.setattr(registry, "memory", lambda job: 3 << 20)
+        monkeypatch.setattr(registry, "select_engine", lambda spec: self.engine)
 
     def __call__(self, *arguments: object) -> tuple[int, list[str], list[str]]:
         """Run a command; return its exit code and the lines of stdout and stderr."""

@@ -10,7 +10,7 @@ from orchestrate.record.recorder import Recorder
 from orchestrate.record.report import Copied
 from orchestrate.spec.spec import JobSpec
 from orchestrate.storage.store import open_store
-from orchestrate.supervise.store_copies import StoreCopies
+from orchestrate.supervise.checkpoint_copies import StoreCopies
 from support.object_stores import Saved
 
 

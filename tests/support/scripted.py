@@ -11,7 +11,7 @@ from orchestrate.spec.redact import Mask
 from orchestrate.spec.spec import JobSpec
 from orchestrate.supervise.context import JobContext, UsageSink
 from orchestrate.supervise.job_files import JobFiles
-from orchestrate.supervise.stores import NoCopies
+from orchestrate.supervise.open_stores import NoCopies
 from orchestrate.supervise.supervisor import Supervisor
 from support.plans import HERE, plan
 

@@ -16,17 +16,17 @@ from orchestrate.cli.args import Args
 from orchestrate.cli.parser import Parser
 from orchestrate.clock import Clock, wait_until
 from orchestrate.console import clean, print_message
-from orchestrate.engines import choice
+from orchestrate.engines import registry
 from orchestrate.engines.base import Engine
 from orchestrate.errors import Unsupervised, UsageError
 from orchestrate.files.folder import content
 from orchestrate.host import slurm
-from orchestrate.record import batch, lock, run_dir
+from orchestrate.record import lock, run_dir, slurm_job
 from orchestrate.record.logs import rest
 from orchestrate.record.paths import JobPaths
 from orchestrate.show.feed import Feed
 from orchestrate.show.follow import follow
-from orchestrate.supervise import launch, stores
+from orchestrate.supervise import launch, open_stores
 from orchestrate.supervise.context import Requeued
 
 KEYS = "Ctrl-C detaches; the job continues"
@@ -47,14 +47,14 @@ def add_arguments(parser: Parser) -> None:
 def run(args: Args) -> int:
     """Follow a job until it ends, supervise it if it has no supervisor, and print the report."""
     paths = find.paths_of(args)
-    if args.batch and not wait_until(lambda: batch.is_own(paths), RECORDED_AFTER, args.clock, 0.1):
+    if args.batch and not wait_until(lambda: slurm_job.is_own(paths), RECORDED_AFTER, args.clock, 0.1):
         if not paths.root.is_dir():
             what = f"this machine does not see the run directory {paths.root}"
             raise UsageError(what, "start jobs in a folder that all machines share")
-        what = f"{paths.root.name} was not submitted as this job of Slurm, but as {batch.of(paths) or 'none'}"
+        what = f"{paths.root.name} was not submitted as this job of Slurm, but as {slurm_job.of(paths) or 'none'}"
         raise UsageError(what, f"python -m orchestrate attach {paths.root.name}, on a login node")
     if args.batch:
-        batch.take_log(paths)
+        slurm_job.take_log(paths)
     return until_end(args, paths)
 
 
@@ -64,13 +64,13 @@ def until_end(args: Args, paths: JobPaths) -> int:
     follower = rest(paths, spec, plan)
     result.prepare(args)
     display.style_of(args, plan)  # its options may be wrong
-    followed: lock.Supervisor | batch.Batch | None = None
+    followed: lock.Supervisor | slurm_job.Batch | None = None
     while not (data := run_dir.ended(paths)):
         if supervisor := lock.supervisor(paths):
             followed = supervisor
             if not options.quiet(args):
                 print_message(f"following {paths.root.name}, supervised by {supervisor} (Ctrl-C detaches)")
-            if isinstance(supervisor, batch.Batch) and not options.quiet(args):
+            if isinstance(supervisor, slurm_job.Batch) and not options.quiet(args):
                 with waiting.detaching(paths.root.name):
                     waiting.in_queue(supervisor, args.clock)
             now = run_dir.load(paths)[1]
@@ -79,18 +79,18 @@ def until_end(args: Args, paths: JobPaths) -> int:
             continue
         if run_dir.ended(paths):
             continue
-        submitted = batch.of(paths)
+        submitted = slurm_job.of(paths)
         if plan.engine == "slurm" and not (submitted and slurm.is_inside(submitted.id)):
-            if isinstance(followed, batch.Batch):
+            if isinstance(followed, slurm_job.Batch):
                 if not wait_until(lambda: run_dir.ended(paths), SHOWN_AFTER, args.clock, 0.2):
                     _left_the_queue(paths, followed)
             else:
                 _submit(paths, args.clock)
             continue
-        stores.check(spec)  # before this process is responsible for the job
+        open_stores.check(spec)  # before this process is responsible for the job
         if not options.quiet(args):
             print_message(f"supervising {paths.root.name}, which has no supervisor: Ctrl-C stops it")
-        engine = choice.of_plan(spec, plan)
+        engine = registry.of_plan(spec, plan)
         stops, evicted = _requests(signals.count(spec), submitted, engine)
         if args.until_eof:
             threading.Thread(target=_stop_at_eof, daemon=True).start()
@@ -99,10 +99,10 @@ def until_end(args: Args, paths: JobPaths) -> int:
                 feed = Feed(paths, spec, plan, shown, follower)
                 data = launch.supervise(paths, engine, stops, feed, evicted=evicted)
             if submitted and slurm.is_inside(submitted.id):
-                batch.stay_ended(submitted)
+                slurm_job.stay_ended(submitted)
             break
         except Requeued:
-            if not (submitted and batch.requeue(submitted)):
+            if not (submitted and slurm_job.requeue(submitted)):
                 _submit(paths, args.clock)
             return errors.SUCCEEDED
         except BlockingIOError:  # another process took the lock first
@@ -121,35 +121,35 @@ def _submit(paths: JobPaths, clock: Clock) -> None:
     try:
         with lock.held(paths, supervises=False):
             if not lock.supervisor(paths):
-                submit(choice.of_plan(spec, plan), spec, plan, paths)
+                submit(registry.of_plan(spec, plan), spec, plan, paths)
     except BlockingIOError:
         clock.sleep(0.2)
 
 
-def _left_the_queue(paths: JobPaths, followed: batch.Batch) -> None:
+def _left_the_queue(paths: JobPaths, followed: slurm_job.Batch) -> None:
     """Record the end of a job that was canceled in the queue; raise Unsupervised for one whose end is unknown."""
-    state = batch.last_state(followed)
+    state = slurm_job.last_state(followed)
     if state != "CANCELLED":
         said = ""
         with contextlib.suppress(OSError, ValueError):
-            said = f": {clean(content(batch.early_log(paths)).strip())[-LAST_WORDS:]}"
+            said = f": {clean(content(slurm_job.early_log(paths)).strip())[-LAST_WORDS:]}"
         what = f"{followed} has left the queue{f' ({state})' * bool(state)}, and has not recorded its result{said}"
         hint = "python -m orchestrate doctor --engine slurm checks whether machines see this folder"
         raise Unsupervised(what, f"{hint}; attach {paths.root.name} submits it again")
     from orchestrate.api import stop  # only here: it takes time to import
 
     print_message(f"{followed} was canceled")
-    stop.stop(paths, [choice.select_engine(run_dir.load(paths)[0])])
+    stop.stop(paths, [registry.select_engine(run_dir.load(paths)[0])])
 
 
 def _requests(
-    count: Callable[[], int], submitted: batch.Batch | None, engine: Engine
+    count: Callable[[], int], submitted: slurm_job.Batch | None, engine: Engine
 ) -> tuple[Callable[[], int], Callable[[], bool]]:
     """Return the number of requests to stop so far, and whether the scheduler has made them to end the allocation."""
 
     @functools.cache
     def is_evicted() -> bool:
-        return submitted is not None and batch.is_evicted(submitted)
+        return submitted is not None and slurm_job.is_evicted(submitted)
 
     def evicted() -> bool:
         return bool(count()) and is_evicted() or getattr(engine, "evicted", False)

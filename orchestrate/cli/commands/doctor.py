@@ -13,7 +13,7 @@ from orchestrate.console import out
 from orchestrate.dataclass import replace
 from orchestrate.doctor.findings import BAD, GOOD, Finding
 from orchestrate.engines import check_cache
-from orchestrate.engines.choice import sdk
+from orchestrate.engines.registry import sdk
 from orchestrate.errors import OrchestrateError
 from orchestrate.host import slurm
 from orchestrate.spec.spec import JobSpec

@@ -11,7 +11,7 @@ from orchestrate.cli import options
 from orchestrate.cli.args import Args
 from orchestrate.cli.parser import Parser
 from orchestrate.console import print_message
-from orchestrate.engines import choice
+from orchestrate.engines import registry
 from orchestrate.errors import UsageError
 from orchestrate.host import owners, records
 from orchestrate.record import lock, run_dir
@@ -48,7 +48,7 @@ def run(args: Args) -> int:
     if not matches and there.root.is_dir() and not there.plan.exists() and records.find(there.root):
         return _remove_partial(args, there)
     if not matches and named:  # in another folder, by its whole name
-        engines = choice.available_engines()
+        engines = registry.available_engines()
         matches = [each for engine in engines for each in cluster.elsewhere(engine, args.runs) if each.name == named]
     if not matches and (lost := _lost_nodes(named)):
         return _remove_lost(args, named, lost)
@@ -57,7 +57,7 @@ def run(args: Args) -> int:
         what = f"{named} matches {len(matches)} clusters" if matches else f"no such cluster: {named}"
         raise UsageError(what, f"clusters in {args.shown}: {known}" if known else f"no clusters in {args.shown}")
     chosen = matches[0]
-    name, engine = chosen.name, choice.of_plan(chosen.spec, chosen.plan)
+    name, engine = chosen.name, registry.of_plan(chosen.spec, chosen.plan)
     resources = removal.resources([engine], name)
     for paths in [] if chosen.user() else chosen.jobs():
         if not (owners.foreign(paths.root) or run_dir.ended(paths) or lock.supervisor(paths)) and _is_intact(paths):
@@ -95,7 +95,7 @@ def _remove_partial(args: Args, paths: JobPaths) -> int:
 
 def _lost_nodes(name: str) -> list[tuple[Engine, str]]:
     """Return the resources of a cluster whose files are gone or replaced, as when its project was moved or pulled."""
-    engines = choice.available_engines()
+    engines = registry.available_engines()
     states = [state for engine in engines for state in engine.jobs() if state.job_id == name]
     roots = [state.paths.root for state in states if state.cluster and state.named]
     lost = any(not os.path.lexists(root) or records.replaced(root) for root in roots)

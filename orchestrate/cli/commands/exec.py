@@ -10,7 +10,7 @@ from orchestrate import console, errors
 from orchestrate.cli import find, options, waiting
 from orchestrate.cli.args import Args
 from orchestrate.cli.parser import Parser
-from orchestrate.engines import choice
+from orchestrate.engines import registry
 from orchestrate.engines.base import Local
 from orchestrate.errors import ResourceError, UsageError
 from orchestrate.plan.plan import WorkerPlan
@@ -52,7 +52,7 @@ def beside(args: Args, command: Sequence[str], terminal: bool) -> int:
     for worker in plan.workers:
         firsts.setdefault(worker.node, worker)
     workers = [*firsts.values()] if args.all else [_selected(args, plan.workers, firsts)]
-    engine, codes = choice.of_plan(spec, plan), list[int]()
+    engine, codes = registry.of_plan(spec, plan), list[int]()
     seen = JobPaths(paths.root.parent / paths.cluster).nodes if paths.cluster else paths.shared
     for worker in workers:
         if len(workers) > 1:

@@ -14,7 +14,7 @@ from orchestrate.console import print_message
 from orchestrate.errors import UsageError
 from orchestrate.host import records
 from orchestrate.record import lock, run_dir
-from orchestrate.record.batch import Batch
+from orchestrate.record.slurm_job import Batch
 
 
 def add_arguments(parser: Parser) -> None:

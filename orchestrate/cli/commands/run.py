@@ -58,7 +58,7 @@ def show_plan(args: Args) -> int:
     as_json = args.json
     out(job_plan.to_json(spec.mask()) if as_json else job_plan)
     if job_plan.engine == "slurm" and not as_json:
-        from orchestrate.engines.slurm.script import script  # only here: it takes time to import
+        from orchestrate.engines.slurm.batch_script import script  # only here: it takes time to import
 
         out(f"\n{spec.mask()(script(spec, JobPaths(args.runs / job_plan.job_id)))}".rstrip())
     return errors.SUCCEEDED

@@ -12,7 +12,7 @@ from orchestrate.cli.args import Args
 from orchestrate.cli.parser import Parser
 from orchestrate.clock import wait_until
 from orchestrate.console import out, print_message
-from orchestrate.engines import choice
+from orchestrate.engines import registry
 from orchestrate.host import claims, records
 from orchestrate.record.paths import JobPaths
 
@@ -52,7 +52,7 @@ def run(args: Args) -> int:
 
 def _remove(left: cluster.Cluster, dry_run: bool) -> None:
     """Remove the nodes that a program was killed without removing, such as pytest."""
-    engine = choice.of_plan(left.spec, left.plan)
+    engine = registry.of_plan(left.spec, left.plan)
     if dry_run:
         removal.show(removal.resources([engine], left.name), f"folder {left.paths.root}")
     else:

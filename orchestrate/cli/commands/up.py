@@ -8,7 +8,7 @@ from orchestrate.cli import options, request, signals
 from orchestrate.cli.args import Args
 from orchestrate.cli.parser import Parser
 from orchestrate.console import out, print_message
-from orchestrate.engines import choice
+from orchestrate.engines import registry
 from orchestrate.plan.plan import pluralize
 
 
@@ -22,7 +22,7 @@ def run(args: Args) -> int:
     """Start a cluster, and return once its nodes have imported what jobs need."""
     signals.interruptible()
     spec, runs = request.spec_of(args), args.runs
-    created, warm = cluster.start(choice.select_engine(spec), spec, runs)
+    created, warm = cluster.start(registry.select_engine(spec), spec, runs)
     if not warm:
         packages = ", ".join(created.plan.placement.packages)
         print_message(f"the nodes are still importing {packages}; the first job waits for them")

@@ -10,10 +10,9 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 
 from orchestrate.clock import SYSTEM, Clock
-from orchestrate.engines import venv
+from orchestrate.engines import process, venv
 from orchestrate.engines.base import JobState, Local, ignoring
 from orchestrate.engines.docker import mounts
-from orchestrate.engines.process import LIMITS
 from orchestrate.engines.slurm import addresses, image
 from orchestrate.engines.slurm.session import SlurmSession
 from orchestrate.errors import EngineError, UsageError
@@ -22,13 +21,13 @@ from orchestrate.host import slurm
 from orchestrate.node.warm import SUPPORTED
 from orchestrate.plan.plan import Inventory, Placement, Plan, WorkerPlan
 from orchestrate.plan.preload import preload
-from orchestrate.record import batch
+from orchestrate.record import slurm_job
 from orchestrate.record.paths import JobPaths
 from orchestrate.spec.folders import data_folders
 from orchestrate.spec.spec import IMAGE, JobSpec
 
 GPU = "gpu"  # any of them: only Slurm knows which ones a job gets
-UNSUPPORTED = tuple(name for name in LIMITS if name not in ("memory", "cpus", "image"))
+UNSUPPORTED = tuple(name for name in process.UNSUPPORTED if name not in ("memory", "cpus", "image"))
 COMMENT = "orchestrate:"  # before the run directory, in the comment of our jobs
 
 
@@ -95,7 +94,7 @@ class SlurmEngine:
     def inside(self, spec: JobSpec, plan: Plan, run: Path, worker: WorkerPlan, terminal: bool) -> Local:
         """Return a step of the job on the machine of a worker."""
         paths = JobPaths(run.parent)
-        found, address = batch.of(paths), addresses.read(paths.addresses, worker.node)
+        found, address = slurm_job.of(paths), addresses.read(paths.addresses, worker.node)
         if not found or not address:
             raise UsageError(f"{worker.node} does not run", f"python -m orchestrate attach {plan.job_id}")
         cwd = plan.placement.cwd(plan.placement.code)
@@ -124,9 +123,9 @@ class SlurmEngine:
             if not slurm.is_inside(found.id):
                 slurm.call("scancel", found.id)
 
-    def _submitted(self, job_id: str) -> list[batch.Batch]:
+    def _submitted(self, job_id: str) -> list[slurm_job.Batch]:
         runs = [state.paths for state in self.jobs() if state.job_id == job_id]
-        return [found for paths in runs if (found := batch.of(paths))]
+        return [found for paths in runs if (found := slurm_job.of(paths))]
 
 
 def _python(spec: JobSpec) -> str:

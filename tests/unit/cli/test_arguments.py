@@ -3,7 +3,7 @@
 import pytest
 from support.scripted import ALL_WELL
 
-from orchestrate.api.script import check_script
+from orchestrate.api.check_script import check_script
 from orchestrate.cli.arguments import parse
 from orchestrate.cli.main import main
 from orchestrate.cli.request import spec_of

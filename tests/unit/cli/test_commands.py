@@ -14,7 +14,7 @@ from support.optional import not_none
 from support.repo import ROOT
 from support.scripted import ALL_WELL
 
-from orchestrate.engines import choice
+from orchestrate.engines import registry
 from orchestrate.engines.base import JobState
 from orchestrate.host import records
 from orchestrate.record import lock
@@ -165,7 +165,7 @@ def test_rm_must_require_a_job(do, tmp_path):
     ],
 )
 def test_wait_and_attach_must_exit_as_an_ended_job_did_without_an_engine(do, paths, monkeypatch, outcome, reason, code):
-    monkeypatch.setattr(choice, "available_engines", lambda: 1 / 0)  # no engine is asked
+    monkeypatch.setattr(registry, "available_engines", lambda: 1 / 0)  # no engine is asked
     end(paths, outcome, reason)
     paths.log(0).write_text("shown before\n")
     assert do("wait", "a-1") == (code, [], [])

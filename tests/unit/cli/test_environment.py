@@ -12,7 +12,7 @@ from support.pairs import pairs
 from support.repo import ROOT
 
 from orchestrate.cli.main import main
-from orchestrate.engines import choice
+from orchestrate.engines import registry
 from orchestrate.record.paths import JobPaths
 
 PROCESS = ("--engine", "process", "--trainers", "0", "--gpus", "none")
@@ -56,7 +56,7 @@ def here(tmp_path, monkeypatch):
 @pytest.fixture
 def scripted(here, monkeypatch):
     """The same with a scripted engine, so that nothing starts even if a command is accepted."""
-    monkeypatch.setattr(choice, "select_engine", lambda spec: Whole())
+    monkeypatch.setattr(registry, "select_engine", lambda spec: Whole())
     return here
 
 

@@ -16,7 +16,7 @@ from support.scripted import ALL_WELL, KILLED
 from support.waiting import eventually
 
 from orchestrate.cli.main import main
-from orchestrate.engines import choice
+from orchestrate.engines import registry
 from orchestrate.errors import (
     EngineError,
     EngineLost,
@@ -216,7 +216,7 @@ def test_an_error_must_be_printed_with_its_hint_and_exit_code(do, monkeypatch, e
     def fail() -> None:
         raise error
 
-    monkeypatch.setattr(choice, "jobs", fail)
+    monkeypatch.setattr(registry, "jobs", fail)
     assert do("ps") == (code, [], ["error: what", *["hint: next"] * bool(error.hint)])
 
 
@@ -224,7 +224,7 @@ def test_ctrl_c_must_end_a_command_without_a_traceback(do, monkeypatch):
     def interrupt() -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(choice, "jobs", interrupt)
+    monkeypatch.setattr(registry, "jobs", interrupt)
     assert do("ps") == (130, [], ["stopped"])
 
 
@@ -259,7 +259,7 @@ def test_ctrl_c_before_the_arguments_are_parsed_must_exit_without_a_traceback(tm
 
 def test_local_processes_must_not_need_a_docker_engine(monkeypatch, capsys):
     monkeypatch.setenv("DOCKER_HOST", "unix:///nowhere.sock")
-    assert choice.select_engine(resolve({"engine": "process"})).name == "process"
+    assert registry.select_engine(resolve({"engine": "process"})).name == "process"
     assert capsys.readouterr().err == ""
 
 

@@ -75,7 +75,7 @@ def test_jobs_must_be_listed_with_links(site, running, tmp_path):
 
 def test_a_job_that_waits_in_the_queue_must_be_listed_without_a_link(site, running):
     with claims.Ticket("q-1") as waiting:
-        waiting.wait(("cores",), 1)
+        waiting.enqueue(("cores",), 1)
         text = site.get("/").text
     assert '<th scope="row">q-1</th>\n<td class="">waits for the cores</td>' in text
     assert "q-1" not in site.get("/").text

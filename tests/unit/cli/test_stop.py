@@ -12,7 +12,7 @@ from support.optional import not_none
 from support.plans import HERE, plan
 from support.scripted import ALL_WELL, KILLED
 
-from orchestrate.engines import choice
+from orchestrate.engines import registry
 from orchestrate.errors import EngineError, OrchestrateError
 from orchestrate.host import records
 from orchestrate.host.processes import myself
@@ -248,8 +248,8 @@ def test_a_job_whose_own_engine_does_not_answer_must_be_kept(do, paths, monkeypa
         assert spec.engine == "docker"  # the engine of its plan
         raise EngineError("docker is away", "start it")
 
-    monkeypatch.setattr(choice, "available_engines", lambda: [other])
-    monkeypatch.setattr(choice, "select_engine", unreachable)
+    monkeypatch.setattr(registry, "available_engines", lambda: [other])
+    monkeypatch.setattr(registry, "select_engine", unreachable)
     assert do(command, "a-1") == (3, [], ["error: docker is away", "hint: start it"])
     assert paths.root.exists() and other.calls == []
 

@@ -61,7 +61,7 @@ COMMAND = ["train.py", "two words", "$HOME", "it's"]
 
 def launched(form: str, image: str, monkeypatch, folder: str = "/my-code", arguments: list[str] = COMMAND) -> list[str]:
     """The arguments that start a node on each machine, as bash parses them."""
-    monkeypatch.setattr("orchestrate.export.batch.code_folder", lambda command: folder)
+    monkeypatch.setattr("orchestrate.export.batch_text.code_folder", lambda command: folder)
     script = slurm(resolve({"command": arguments, "image": image}), "x", form)
     (launch,) = script.split("--wait=40 ")[1:]
     shell = f"JOB_DIR='/job dir/x'; printf '%s\\0' {launch.partition(' &')[0]}"
@@ -109,7 +109,7 @@ def test_a_folder_that_is_not_utf_8_must_be_refused(monkeypatch):
 
 def test_a_script_must_have_no_line_breaks_or_control_characters_from_values(monkeypatch):
     """sbatch refuses DOS line breaks, and a terminal would interpret control characters."""
-    monkeypatch.setattr("orchestrate.export.batch.code_folder", lambda command: "/a\r\nb\x1b")
+    monkeypatch.setattr("orchestrate.export.batch_text.code_folder", lambda command: "/a\r\nb\x1b")
     arguments = odd(300)
     spec = resolve(
         {"command": ["train.py", *arguments], "env": {f"A_{number}": text for number, text in enumerate(arguments)}}
@@ -256,7 +256,7 @@ def test_a_link_that_came_with_the_code_must_be_refused_at_export(tmp_path, monk
 def test_the_jobs_environment_and_folder_must_be_used_literally(scheduler, monkeypatch):
     code = scheduler.folder / "it's $HOME; my code"
     code.mkdir()
-    monkeypatch.setattr("orchestrate.export.batch.code_folder", lambda command: code)
+    monkeypatch.setattr("orchestrate.export.batch_text.code_folder", lambda command: code)
     assert ended(scheduler.start("0", env={"A": "two words; $HOME 'and' \\"})) == (0, "")
     assert (scheduler.folder / "value").read_text() == "two words; $HOME 'and' \\"
     assert (scheduler.folder / "where").read_text() == f"{code}\n"

@@ -27,7 +27,7 @@ claims.TOP = pathlib.Path(sys.argv[1])
 ticket = claims.Ticket(sys.argv[2])
 uses, among = (tuple(filter(None, word.split(","))) for word in sys.argv[3:5])
 if among:
-    ticket.wait(among, len(among))
+    ticket.enqueue(among, len(among))
 print(ticket.take(uses, {}), flush=True)
 sys.stdin.read()
 """
@@ -111,11 +111,11 @@ def test_a_gpu_that_was_in_use_when_it_was_chosen_may_be_shared_but_not_from_the
 
 def test_the_queue_must_be_in_order_of_arrival_for_each_gpu():
     with other("a-1", "", "GPU-1,GPU-2"), other("b-1", "", "GPU-2"), other("c-1", "", "GPU-3"), Ticket("d-1") as own:
-        own.wait(("GPU-2", "GPU-5"), 1)
+        own.enqueue(("GPU-2", "GPU-5"), 1)
         assert [claim.job for claim in found()] == ["a-1", "b-1", "c-1", "d-1"]
         assert [claim.job for claim in own.ahead(("GPU-2",))] == ["a-1", "b-1"]
         with other("z-1", "", "GPU-4"):
-            own.wait(("GPU-2",), 1)  # what was free for a moment; it keeps its place
+            own.enqueue(("GPU-2",), 1)  # what was free for a moment; it keeps its place
             assert [claim.job for claim in found()][-2:] == ["d-1", "z-1"]
         assert not own.take(("GPU-2",), {}, queued=True)
         with Ticket("e-1") as late:  # which has not waited yet

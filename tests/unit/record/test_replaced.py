@@ -11,7 +11,7 @@ from orchestrate.engines import sockets
 from orchestrate.engines.slurm.session import SlurmSession
 from orchestrate.errors import EngineError
 from orchestrate.host import records
-from orchestrate.record import batch, stacks, usage
+from orchestrate.record import slurm_job, stacks, usage
 from orchestrate.record.paths import JobPaths
 from orchestrate.record.progress import Progress
 from orchestrate.record.times import TimesWriter
@@ -63,7 +63,7 @@ WAYS: dict[str, Callable[[JobPaths], object]] = {
     "stacks": lambda paths: stacks.answer(paths, {}),
     "removed stacks": stacks.remove,
     "copied files": lambda paths: JobFiles(paths).keep_copied({}),
-    "number of Slurm": lambda paths: batch.keep(paths, "1"),
+    "number of Slurm": lambda paths: slurm_job.keep(paths, "1"),
     "TensorBoard": lambda paths: written(Board(paths, str)),
     "times": lambda paths: TimesWriter(paths.times).note({0: 1}),
     "sockets": lambda paths: sockets.share(paths.sockets, "1:1"),

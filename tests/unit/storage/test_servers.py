@@ -15,7 +15,7 @@ from orchestrate.files.folder import Folder
 from orchestrate.spec.spec import JobSpec
 from orchestrate.storage.fetch import restore, retry
 from orchestrate.storage.store import open_store
-from orchestrate.supervise import stores
+from orchestrate.supervise import open_stores
 
 
 class Strict(BaseHTTPRequestHandler):
@@ -136,10 +136,10 @@ def test_a_busy_server_must_be_asked_again_for_its_list(monkeypatch, capsys, tmp
         if where == "start":
             assert restore(open_store("s3://bucket/x"), Folder(tmp_path, "job"), "checkpoints") is None
         elif where == "checkpoints":
-            stores.prepare(JobSpec(checkpoints="s3://bucket/x"))
+            open_stores.prepare(JobSpec(checkpoints="s3://bucket/x"))
         else:
             with pytest.raises(StorageError, match="has no objects"):
-                stores.prepare(JobSpec(data={"d": "s3://bucket/x"}))
+                open_stores.prepare(JobSpec(data={"d": "s3://bucket/x"}))
         assert Busy.left < 0
     warning = "status code: 503 Service Unavailable: <Error/>); trying again for two minutes"
     assert capsys.readouterr().err.count(warning) == (where != "start")
@@ -149,7 +149,7 @@ def test_a_server_that_is_not_there_must_not_be_waited_for(monkeypatch):
     with served(Busy) as endpoint:
         use(monkeypatch, endpoint)
     with pytest.raises(StorageLost, match="does not respond") as lost:
-        stores.prepare(JobSpec(checkpoints="s3://bucket/x"))
+        open_stores.prepare(JobSpec(checkpoints="s3://bucket/x"))
     assert type(lost.value) is StorageLost
 
 

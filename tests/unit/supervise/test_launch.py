@@ -11,7 +11,7 @@ import pytest
 from support.commanded import SPEC, create, end
 from support.optional import not_none
 
-from orchestrate.api.script import check_script
+from orchestrate.api.check_script import check_script
 from orchestrate.errors import OrchestrateError, UsageError
 from orchestrate.files import folder
 from orchestrate.files.folder import Folder

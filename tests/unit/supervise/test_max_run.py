@@ -11,7 +11,7 @@ from orchestrate.record import recorder
 from orchestrate.record.outcomes import JobResult, Outcome
 from orchestrate.spec.spec import JobSpec
 from orchestrate.supervise.context import STOPPING_TIMEOUT
-from orchestrate.supervise.stores import NoCopies
+from orchestrate.supervise.open_stores import NoCopies
 
 STOPPED = JobResult(Outcome.STOPPED, "max_run was reached")
 SPEC = JobSpec(trainers=2, grace=1.0, max_run=30.0)

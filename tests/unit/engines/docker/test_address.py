@@ -6,7 +6,7 @@ import pytest
 from support.contexts import CASES, NAMES, assert_tls_refused, configure, context
 
 from orchestrate.cli.main import main
-from orchestrate.engines import choice
+from orchestrate.engines import registry
 from orchestrate.engines.docker.address import SOCKET, TLS, address
 from orchestrate.errors import EngineError, ResourceError
 from orchestrate.spec.layers import resolve
@@ -127,32 +127,32 @@ def test_auto_must_report_the_fallback_to_local_processes_if_no_engine_answers(
     config, monkeypatch, capsys, host, name, current
 ):
     configure(config, monkeypatch, host, name, current)
-    assert choice.select_engine(resolve({})).name == "process"
+    assert registry.select_engine(resolve({})).name == "process"
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("cannot connect to Docker at unix:///") and "running as local processes" in line
     with pytest.raises(EngineError, match="cannot connect to Docker"):
-        choice.select_engine(resolve({"engine": "docker"}))
+        registry.select_engine(resolve({"engine": "docker"}))
 
 
 def test_an_engine_without_compose_must_count_as_no_engine(config, monkeypatch, capsys, answers):
     monkeypatch.setattr("orchestrate.engines.docker.client.PLUGINS", [])
     monkeypatch.setenv("PATH", "")
-    assert choice.select_engine(resolve({})).name == "process"
+    assert registry.select_engine(resolve({})).name == "process"
     notice = capsys.readouterr().err
     assert notice.startswith("no docker command on PATH; running as local processes")
     assert notice.endswith(". Install it, with its Compose plugin to use containers, or set --engine process.\n")
     with pytest.raises(ResourceError, match="no docker command on PATH"):
-        choice.select_engine(resolve({"engine": "docker"}))
-    assert [engine.name for engine in choice.available_engines()] == ["process"]
+        registry.select_engine(resolve({"engine": "docker"}))
+    assert [engine.name for engine in registry.available_engines()] == ["process"]
 
 
 def test_all_engines_must_be_found_whichever_of_them_is_missing(answers, daemon):
-    assert [engine.name for engine in choice.available_engines()] == ["docker", "process"]
+    assert [engine.name for engine in registry.available_engines()] == ["docker", "process"]
 
 
 def test_only_a_missing_sdk_must_be_reported_with_the_command_that_installs_it():
-    with pytest.raises(ResourceError, match="the Python package requests is missing") as error, choice.sdk():
+    with pytest.raises(ResourceError, match="the Python package requests is missing") as error, registry.sdk():
         raise ModuleNotFoundError("no", name="requests")
     assert error.value.hint == f"install it ({sys.executable} -m pip install docker)"
-    with pytest.raises(ModuleNotFoundError), choice.sdk():
+    with pytest.raises(ModuleNotFoundError), registry.sdk():
         raise ModuleNotFoundError("no", name="orchestrate.engines.docker.gone")

@@ -15,8 +15,8 @@ from support.messages import encoded, message
 from support.plans import Site
 from support.swarm_nodes import SPEC, connected, down, job, state
 
-from orchestrate.engines.choice import select_engine
 from orchestrate.engines.connection import LARGE, NodeConnection
+from orchestrate.engines.registry import select_engine
 from orchestrate.engines.swarm import engine as engine_module
 from orchestrate.engines.swarm import session as swarm
 from orchestrate.engines.swarm.engine import SwarmEngine

@@ -127,10 +127,10 @@ def _check_batch_script(path: Path) -> None:
     """Raise UsageError for a batch script of Slurm, which would start one job for each worker."""
     if path.suffix == ".py":
         return
-    from orchestrate.spec import sbatch  # only here: it takes time to import
+    from orchestrate.spec import from_sbatch  # only here: it takes time to import
 
     with contextlib.suppress(OSError), regular(path) as file:
-        if found := sbatch.job_file(file.read(sbatch.MAX_SIZE).decode(errors="replace")):
+        if found := from_sbatch.job_file(file.read(from_sbatch.MAX_SIZE).decode(errors="replace")):
             hint = "save what is printed on standard output, which is the same job, as job.yaml, and run that"
             raise UsageError(f"{path.name} is a batch script of Slurm", hint, found)
 

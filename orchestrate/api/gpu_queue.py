@@ -18,7 +18,7 @@ INTERVAL = 0.5  # seconds between two looks at the claims of other jobs
 LOOK_AGAIN = 15.0  # seconds after which the GPUs are looked at again: other programs make no claims
 
 
-def site(engine: Engine, spec: JobSpec, paths: JobPaths, claim: claims.Ticket) -> tuple[Inventory, Placement]:
+def reserve(engine: Engine, spec: JobSpec, paths: JobPaths, claim: claims.Ticket) -> tuple[Inventory, Placement]:
     """Return what an engine offers to a job, after claiming the GPUs among it; raises OrchestrateError.
 
     A job in the queue waits until enough GPUs, or with `pin` the cores, are free, and prints for what and for whom.
@@ -41,7 +41,7 @@ def site(engine: Engine, spec: JobSpec, paths: JobPaths, claim: claims.Ticket) -
             if not claim.waits:
                 _check(engine, spec, paths)
         if spec.queue:
-            claim.wait(among, count)
+            claim.enqueue(among, count)
             _report(claim, spec)
             last = _wait(claim, among, count, held, last)
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from orchestrate.engines.slurm.engine import COMMENT, cpus, gpus
 from orchestrate.files.paths import PACKAGE
-from orchestrate.record import batch
+from orchestrate.record import slurm_job
 from orchestrate.record.paths import JobPaths
 from orchestrate.spec.inputs import REQUEUES
 from orchestrate.spec.sizes import UNLIMITED, parse_size
@@ -30,7 +30,7 @@ cd {package} && exec {command}
 
 def options(spec: JobSpec, paths: JobPaths) -> dict[str, str]:
     """Return the options of sbatch for a job that this batch script supervises."""
-    output = str(batch.early_log(paths)).replace("%", "%%")  # Slurm would replace %u, for example
+    output = str(slurm_job.early_log(paths)).replace("%", "%%")  # Slurm would replace %u, for example
     found = requested(spec, paths.root.name, spec.trainers + 1 + spec.spares, output)
     return found | {"comment": f"{COMMENT}{paths.root}", "export": "ALL", "no-kill": ""} | given(spec)
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrate.engines.slurm.script import options, script, short_time, words
+from orchestrate.engines.slurm.batch_script import options, script, short_time, words
 from orchestrate.record.paths import JobPaths
 from orchestrate.spec.layers import resolve
 

@@ -1,4 +1,4 @@
-"""The object stores of a job: checkpoints are fetched before it starts and copied while it runs, output at its end."""
+"""Copies in object stores: checkpoints are fetched before a job and copied while it runs, its output at its end."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from orchestrate.storage.mirror import Mirror
 from orchestrate.storage.output import RECORD, Refused, upload
 from orchestrate.storage.parallel import Stopped, each, stoppable
 from orchestrate.storage.store import open_store
-from orchestrate.supervise.stores import NoCopies
+from orchestrate.supervise.open_stores import NoCopies
 
 NO_PROGRESS = 120.0  # seconds without progress at the end of a job until copying is given up
 RETRY_INTERVAL = 2.0  # seconds until a failed copy of output is tried again

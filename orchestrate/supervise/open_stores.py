@@ -1,4 +1,4 @@
-"""The object stores of a job; most jobs have none."""
+"""The object stores that a job uses, opened and checked; most jobs have none."""
 
 from __future__ import annotations
 

@@ -30,8 +30,8 @@ from orchestrate.storage.mirror import Mirror, State
 from orchestrate.storage.output import MAX_FAILURES, upload
 from orchestrate.storage.parallel import AT_ONCE, Stopped
 from orchestrate.storage.store import open_store
-from orchestrate.supervise.store_copies import NO_PROGRESS, RETRY_INTERVAL, StoreCopies
-from orchestrate.supervise.stores import NoCopies, prepare
+from orchestrate.supervise.checkpoint_copies import NO_PROGRESS, RETRY_INTERVAL, StoreCopies
+from orchestrate.supervise.open_stores import NoCopies, prepare
 
 
 def test_nodes_must_be_removed_if_the_store_fails_when_a_job_is_taken_over(tmp_path, monkeypatch):
@@ -127,7 +127,7 @@ def test_the_end_of_a_job_must_not_wait_forever_for_a_store_that_is_down(
     tmp_path, monkeypatch, rclone, patience, stops, error, hint
 ):
     """Until nothing has been copied for long, or the user asks to stop."""
-    monkeypatch.setattr("orchestrate.supervise.store_copies.NO_PROGRESS", patience)
+    monkeypatch.setattr("orchestrate.supervise.checkpoint_copies.NO_PROGRESS", patience)
     rclone.kill()
     job = Saved(tmp_path / "run")
     job.write("last.pt", b"weights")

@@ -5,8 +5,8 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from orchestrate.spec.from_sbatch import job_file
 from orchestrate.spec.layers import resolve
-from orchestrate.spec.sbatch import job_file
 
 SCRIPT = """#!/bin/bash
 #SBATCH --job-name=train

@@ -10,7 +10,7 @@ from support.scripted import Clock
 
 from orchestrate.errors import StorageError
 from orchestrate.storage.local import Local
-from orchestrate.supervise.store_copies import NO_PROGRESS
+from orchestrate.supervise.checkpoint_copies import NO_PROGRESS
 
 
 class Ticking(Clock):
