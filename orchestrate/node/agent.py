@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shlex
 import signal
@@ -20,6 +21,7 @@ from orchestrate.node.messages import protocol
 from orchestrate.node.messages.channel import Channel
 from orchestrate.node.messages.checks import Refused, integer, shown
 from orchestrate.node.messages.listener import BACKLOG, Listener
+from orchestrate.node.mounted import check, missing
 from orchestrate.node.output import print_message
 from orchestrate.node.programs.guard import marked
 from orchestrate.node.ranks import FENCE, Env, fence
@@ -27,7 +29,7 @@ from orchestrate.node.stacks import collect
 from orchestrate.node.status import StatusServer
 from orchestrate.node.store import blocked
 from orchestrate.node.traffic import Traffic, families
-from orchestrate.node.trees import FOLDER, identity, replace
+from orchestrate.node.trees import FOLDER, replace
 from orchestrate.node.warm import SUPPORTED, limits_and_priority
 from orchestrate.node.wipe import free_ipc, wipe
 from orchestrate.node.worker import FAILED_TO_START, Worker, activity, kill, oom_kills
@@ -46,6 +48,7 @@ class Agent:
         self.loop, self.key = loop, key
         self.job, self.folder, self.generation = "", "", -1
         self.hint = ""  # why workers end, if the node itself ends them
+        self.unmasked = missing(json.loads(os.environ.pop("NODE_MASKS", "[]")))  # once: what they hide may go later
         self.workers: dict[int, Worker] = {}  # by rank
         self.codes: dict[int, int] = {}  # exit codes of workers that have ended
         self.hints: dict[int, str] = {}  # of the same workers
@@ -181,6 +184,8 @@ class Agent:
         if request.filtered and not marked(ROUTES.read_text()):
             return self.report(protocol.Ended(*whose(env), NOT_STARTED, time.time(), "ending", stopping=False))
         check(request.folders or {})
+        if self.unmasked:
+            raise Refused(f"start: {shown(self.unmasked)} is not hidden: a job has put a link in its place")
         self.start(request, local_env(env) if self.remote else env)
 
     def start(self, request: protocol.Start, env: Env) -> None:
@@ -382,17 +387,6 @@ def warm_up(loop: Loop, filtered: bool) -> None:
         loop.after(FILTER_INTERVAL, lambda: warm_up(loop, filtered))
     elif loop.zygote:
         loop.zygote.go()
-
-
-def check(folders: dict[str, str]) -> None:
-    """Raise Refused for a folder or file with another identity than expected."""
-    for path, expected in folders.items():
-        try:
-            found = identity(os.stat(path))
-        except OSError as error:
-            raise Refused(f"start: folders: {shown(path)} cannot be read: {error.strerror}") from None
-        if found != expected:
-            raise Refused(f"start: folders: {shown(path)} is not the folder that the orchestrator sees")
 
 
 def whose(env: Env) -> tuple[int, int]:

@@ -6,6 +6,9 @@ import textwrap
 
 import pytest
 from support.exports import make_folder
+from support.faults import Background
+from support.leftovers import docker
+from support.waiting import eventually
 
 SCRIPT = textwrap.dedent("""
     import os, pathlib, sys
@@ -106,3 +109,23 @@ def test_a_job_must_not_lead_the_host_out_of_a_folder_that_it_can_write(given, d
     why = f"error: {given.folder}/cache/sub leads to {private}, out of {given.folder}/cache, where a job may have made"
     assert (done.returncode, why in done.stderr) == (2, True)
     assert not os.listdir(private)
+
+
+@pytest.mark.docker
+def test_a_job_must_not_lead_what_hides_a_pipe_to_the_script_of_another_job(given, docker_engine, nothing_left):
+    (given.folder / "pipe.py").write_text("import os\nos.mkfifo('/cache/pipe')\n")
+    (given.folder / "fails.py").write_text(
+        "import os, time\nprint('real', flush=True)\n"
+        "time.sleep(60 * (os.environ['TORCHELASTIC_RESTART_COUNT'] == '0'))\nraise SystemExit('it fails')\n"
+    )
+    assert not given("run", *OPTIONS, "--mount", "cache:/cache:rw", "pipe.py").returncode
+    job = Background(given, "docker", "--name", "other", "--", "fails.py", trainers=0)
+    (run,) = eventually(lambda: [*given.folder.glob("runs/other-*")])
+    log = run / "job" / "logs" / "rank-0.log"
+    eventually(lambda: (log.exists() and "real" in log.read_text()) or job.ended_early())
+    (given.folder / "cache" / "pipe").unlink()
+    (given.folder / "cache" / "pipe").symlink_to("/job/work/fails.py")
+    docker("kill", f"{run.name}-master-1")
+    out, err = job.process.communicate(timeout=100)
+    assert job.process.returncode == 1, out + err
+    assert "/workspace/cache/pipe' is not hidden: a job has put a link in its place" in err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import yaml
@@ -13,10 +14,12 @@ SECRETS = "/run/secrets"  # folder in nodes for secret files
 SECRETS_SPACE = "1m"
 
 
-def document(spec: JobSpec, mounts: list[dict[str, Any]], devices: dict[str, Any], user: str) -> str:
+def document(
+    spec: JobSpec, mounts: list[dict[str, Any]], devices: dict[str, Any], user: str, masks: list[str] | None = None
+) -> str:
     """Return the Compose file; `mounts` and `devices` are added to every node, and Compose expands no variables.
 
-    `user` is that of the nodes, UID:GID.
+    `user` is that of the nodes, UID:GID. Nodes check that `masks`, which are among the mounts, are at their paths.
     """
     uid, _, gid = user.partition(":")
     node = {
@@ -26,6 +29,8 @@ def document(spec: JobSpec, mounts: list[dict[str, Any]], devices: dict[str, Any
         "labels": {name: literal(value) for name, value in spec.labels.items()},
         **devices,
     }
+    if masks:
+        node["environment"] = {"NODE_MASKS": literal(json.dumps(masks))}
     ports = {"ports": [f"127.0.0.1:{pair}" for pair in spec.ports]} if spec.ports else {}
     networks = {"networks": {"job": {"internal": True}}} if spec.isolated else {}
     return yaml.safe_dump({"services": {"master": node | ports, "trainer": node}, **networks})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -16,6 +17,9 @@ from orchestrate.spec.folders import Mount
 from orchestrate.spec.folders import mounts as wanted_mounts
 from orchestrate.spec.spec import JobSpec
 
+MAX_MASKS = (
+    100_000  # characters in the paths of masks in folders that jobs can write: Linux limits a variable to 128 KiB
+)
 ONLY_DATA = "mount a subfolder that contains only data"
 # Paths in nodes that have another meaning, also in an image of the project.
 TAKEN = (
@@ -58,6 +62,29 @@ def identities(spec: JobSpec) -> dict[str, str]:
     """
     note_writable(spec)
     return {mount.target: writable.found(_source(mount)) for mount in wanted_mounts(spec)}
+
+
+def movable(code: Path, given: list[dict[str, Any]]) -> list[str]:
+    """Return those of the masks of a node that a job could lead elsewhere by a link, before they are mounted.
+
+    They are in folders that jobs can write. `given` are all mounts but that of the code folder. Raises UsageError if
+    there are too many.
+    """
+    folders = [(str(code), mounts.CODE), *((one["source"], one["target"]) for one in given if not mounts.is_mask(one))]
+    masks = [
+        (mask["target"], Path(source, os.path.relpath(mask["target"], target)))
+        for mask in filter(mounts.is_mask, given)
+        for source, target in folders
+        if mask["target"].startswith(f"{target}/")
+    ]
+    inside = writable.inside({path for _, path in masks})
+    found = [target for target, path in masks if path in inside]
+    if sum(map(len, found)) > MAX_MASKS:
+        raise UsageError(
+            f"folders that jobs can write have {len(found)} sockets, pipes, run directories and files to hide",
+            "remove some, or use another folder",
+        )
+    return found
 
 
 def _source(mount: Mount) -> Path:

@@ -188,6 +188,11 @@ def mask(code: Path, name: str, place: str, folder: bool) -> dict[str, Any]:
     return {**bind(Path(os.devnull), target), "read_only": True}
 
 
+def is_mask(mount: dict[str, Any]) -> bool:
+    """Whether a mount hides something."""
+    return str(mount.get("source", os.devnull)) == os.devnull
+
+
 def _exists(path: Path) -> bool:
     """Whether there is something to hide; links cannot lead out of a node."""
     return os.path.exists(path) and not path.is_symlink()
