@@ -60,6 +60,9 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
 @pytest.hookimpl(wrapper=True, trylast=True)  # before pytest-cov combines what ranks have measured
 def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, object]:
     """End the jobs after the last test, and remove their nodes."""
+    ranks = session.config.pluginmanager.hasplugin(RANK)
+    if not ranks and any(item.get_closest_marker("nodes") for item in session.items):
+        import orchestrate.testing.session  # here: the limit of pytest-timeout includes what a test imports  # noqa: F401
     try:
         return (yield)
     finally:

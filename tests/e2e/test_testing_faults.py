@@ -62,6 +62,17 @@ def test_ranks_that_do_not_start_within_the_limit_of_pytest_timeout_must_not_end
     assert "the ranks did not start in time: Timeout (>1.0s)" in out and "1 passed, 1 error" in out, out
 
 
+def test_what_the_plugin_imports_must_not_count_towards_the_limit_of_pytest_timeout(cli):
+    suite = Suite(
+        cli, f"import pytest\n@pytest.mark.timeout(0.3)\n@pytest.mark.nodes(2)\ndef test_first(rank): pass\n{NEXT}"
+    )
+    (suite.folder / "conftest.py").write_text(
+        "import sys, time\n\nclass Slow:\n    def find_spec(self, name, path=None, target=None):\n"
+        "        time.sleep(0.5 * (name == 'orchestrate.testing.session'))\n\nsys.meta_path.insert(0, Slow())\n"
+    )
+    assert "1 passed, 1 error" in (out := suite()) and "the ranks did not start in time" in out, out
+
+
 def test_ranks_must_accept_a_strict_configuration_of_plug_ins_that_they_do_not_load(cli):
     suite = Suite(cli, f"import pytest\npytestmark = pytest.mark.timeout(99)\n{NEXT}")
     with (suite.folder / "pytest.ini").open("a") as file:
