@@ -4,6 +4,7 @@ They share the project, read-only, and a folder at the path that it has here.
 """
 
 import contextlib
+import ipaddress
 import os
 import secrets
 import subprocess
@@ -38,8 +39,9 @@ class Machines:
     def start(self, machine: str, *role: str) -> None:
         """Start a machine."""
         if not self.started:
-            docker("network", "create", self.name)
+            self.network()
         names = ["--name", self.of(machine), "--hostname", machine, "--network", self.name, "--network-alias", machine]
+        names += ["--ip", str(self.subnet[len(self.started) + 10])]
         folders = [f"{ROOT}:{ROOT}:ro", f"{self.folder}:{self.folder}", f"{self.folder}/cluster:/cluster"]
         mounts = [word for folder in [*folders, f"{self.here / 'start'}:/start:ro"] for word in ("--volume", folder)]
         env = ["--env", f"HOME={self.folder}/home", "--env", f"PYTHONPATH={ROOT}", "--env", "PYTHONDONTWRITEBYTECODE=1"]
@@ -57,6 +59,14 @@ class Machines:
             *role,
         )
         self.started.append(machine)
+
+    def network(self) -> None:
+        """Create their network, in which each machine keeps its address when it starts again, as real ones do."""
+        docker("network", "create", self.name)
+        subnet = docker("network", "inspect", "--format", "{{(index .IPAM.Config 0).Subnet}}", self.name).strip()
+        docker("network", "rm", self.name)  # Docker only lets us choose addresses in a subnet that was given
+        self.subnet = ipaddress.IPv4Network(subnet)
+        docker("network", "create", "--subnet", subnet, self.name)
 
     def of(self, machine: str) -> str:
         """The container of a machine."""
