@@ -29,6 +29,8 @@ SHOWN = (".", "source", "module", "conda", "cd", "mkdir", "srun", "python", "pyt
 NUMBER = re.compile("[0-9]{1,9}")
 MAX_SHOWN = 100  # characters of a line that is not carried over
 MAX_SIZE = 1 << 16  # bytes of a script that are looked at
+MAX_LINE = 10_000  # characters of a command, with the values of its variables
+MAX_TRIED = 100  # commands that may start the training, of each kind
 
 
 def job_file(text: str) -> str:
@@ -155,14 +157,19 @@ def _command(lines: list[str], known: Mapping[str, str]) -> tuple[str, list[str]
 
     `known` are variables whose values are known.
     """
-    for line in [line for start in STARTS for line in reversed(lines) if start.search(line)]:
+    for line in [line for start in STARTS for line in [*filter(start.search, reversed(lines))][:MAX_TRIED]]:
+        if len(line) + sum(len(known.get(braced or plain, "")) for braced, plain in VARIABLE.findall(line)) > MAX_LINE:
+            continue
         try:
             words = shlex.split(VARIABLE.sub(lambda match: known.get(match[1] or match[2], match[0]), line))
         except ValueError:
             continue
         words = words[: next((place for place, word in enumerate(words) if ENDS.match(word)), None)]
+        tried = False
         for place, word in enumerate(words):
-            if word == "torchrun" or words[place + 1 : place + 3] == ["-m", "torch.distributed.run"]:
+            run = word == "torchrun" or words[place + 1 : place + 3] == ["-m", "torch.distributed.run"]
+            if run and not tried:
+                tried = True
                 with contextlib.suppress(UsageError):
                     command, keys = read(tuple(words[place:]))
                     numbers = {name: str(keys.get(name, "")) for name in ("nproc_per_node", "max_restarts")}

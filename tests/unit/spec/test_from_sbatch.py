@@ -144,3 +144,9 @@ def test_a_script_without_options_must_be_none():
 @given(st.text())
 def test_any_text_must_be_read_without_an_error(text):
     job_file(f"#SBATCH {text}\n{text}")
+
+
+def test_a_command_that_variables_make_long_must_not_be_looked_at():
+    lines = f"#SBATCH -N2\nX={'a' * 5000}\npython b.py\npython $X$X a.py"
+    assert yaml.safe_load(job_file(lines))["command"] == ["b.py"]
+    assert yaml.safe_load(job_file(lines.replace("$X$X", "$X")))["command"] == ["a.py"]
