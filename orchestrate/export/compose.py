@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,14 @@ from orchestrate.engines.docker.mounts import CODE, check_script, masks
 from orchestrate.errors import UsageError
 from orchestrate.export import Shape, check_folders, document, quoted, shape
 from orchestrate.files.paths import JOB, PROJECT, code_folder, is_text
-from orchestrate.host import owners, records, users
+from orchestrate.host import owners, users
 from orchestrate.plan import container
 from orchestrate.plan.limits import limits
 from orchestrate.spec.folders import data_paths, data_variables
 from orchestrate.spec.spec import JobSpec
 
 VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
+MAX_NAMED = 10  # files that nodes cannot read
 DROPPED_KEYS = ("profiles", "build")
 
 
@@ -36,6 +36,7 @@ def compose(spec: JobSpec, name: str) -> str:
     mounts = [*hidden, *given_mounts(spec, Path(run).parent)]
     note_writable(spec)
     user, node = users.nodes_of(spec.user), program.folder(spec)
+    closed = _unreadable(Path(code), {mount["target"] for mount in hidden}, user)
     bounds = limits(spec.memory, 0, job.nodes)
     values = {
         "JOB_ID": name,
@@ -73,10 +74,10 @@ def compose(spec: JobSpec, name: str) -> str:
         "services": services,
         "networks": {"job": {"driver_opts": file["networks"]["job"]["driver_opts"]}},
     }
-    return "".join(f"# {line}\n" for line in _head(spec, job, run, code, user)) + document(whole)
+    return "".join(f"# {line}\n" for line in _head(spec, job, run, user, closed)) + document(whole)
 
 
-def _head(spec: JobSpec, job: Shape, run: str, code: str, user: tuple[int, int] | None) -> list[str]:
+def _head(spec: JobSpec, job: Shape, run: str, user: tuple[int, int] | None, closed: list[str]) -> list[str]:
     owner = "-o {} -g {} ".format(*user) if user else ""
     lines = [
         f"{job.name}: run it with docker compose --file FILE up, and remove it with docker compose --file FILE down.",
@@ -84,12 +85,11 @@ def _head(spec: JobSpec, job: Shape, run: str, code: str, user: tuple[int, int] 
         f"  mkdir -p {quoted(os.path.dirname(run))} && mkdir -m 700 {quoted(run)} && "
         f"install -d {owner}{quoted(f'{run}/{JOB}')}",
     ]
-    if user and not _is_readable(Path(code), *user):
-        seen = f"find {quoted(code)} -mindepth 1 -maxdepth 1 ! -type l ! -name '.*'"
-        seen += "".join(f" ! -name {quoted(name)}" for name in sorted({"runs", *_with_jobs(Path(code))}))
+    if user and closed:
+        names = ", ".join(map(quoted, closed[:MAX_NAMED])) + ", ..." * (len(closed) > MAX_NAMED)
         lines += [
-            f"Nodes run as user {user[0]}, who cannot read all of the code yet:",
-            f"  chmod a+rX {quoted(code)} && {seen} -exec chmod -R a+rX {{}} +",
+            f"Nodes run as user {user[0]}, who cannot read {names} in the code folder.",
+            "chmod a+rX opens a file to all users of this machine, and chmod -R a+rX a folder with all that is in it.",
         ]
     lines.append("The working directory is read-only: results belong into the folder that JOB_DIR names.")
     if job.secrets:
@@ -99,19 +99,12 @@ def _head(spec: JobSpec, job: Shape, run: str, code: str, user: tuple[int, int] 
     return lines
 
 
-def _with_jobs(code: Path) -> Iterator[str]:
-    """Yield the names of what a code folder has with run directories in it, which stay closed."""
-    for run in records.runs():
-        if run.is_relative_to(code):
-            yield run.relative_to(code).parts[0]
-
-
-def _is_readable(folder: Path, user: int, group: int) -> bool:
-    """Whether a user can read a folder, and what is directly in it, except hidden files and those of jobs."""
-    found = os.listdir(folder) if folder.is_dir() else []
-    names = [name for name in found if name != "runs" and not name.startswith(".")]
-    paths = [path for path in (folder, *(folder / name for name in names)) if path.exists() and not path.is_symlink()]
-    return all(users.can_read(path, user, group) for path in paths)
+def _unreadable(code: Path, hidden: set[str], user: tuple[int, int] | None) -> list[str]:
+    """Return what a user cannot read of a code folder: the folder (`.`), and what is directly in it and not hidden."""
+    names = sorted(os.listdir(code)) if user and code.is_dir() else []
+    paths = [code, *(code / name for name in names if not name.startswith(".") and f"{CODE}/{name}" not in hidden)]
+    there = [path for path in paths if path.exists() and not path.is_symlink()]
+    return [os.path.relpath(path, code) for path in there if user and not users.can_read(path, *user)]
 
 
 def _run(name: str) -> Path:

@@ -1,6 +1,7 @@
 """A job as a plain Compose file: this project's own file with all variables filled in."""
 
 import os
+import re
 import stat
 import subprocess
 from collections.abc import Callable
@@ -8,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from support.commanded import create
 from support.exports import make_folder
 
 from orchestrate.engines.docker.labels import only
@@ -18,7 +18,6 @@ from orchestrate.export import compose as export_compose
 from orchestrate.export.compose import compose
 from orchestrate.files.paths import PACKAGE
 from orchestrate.host import owners, users, writable
-from orchestrate.record.paths import JobPaths
 from orchestrate.spec.layers import resolve
 from orchestrate.spec.spec import JobSpec
 
@@ -83,38 +82,24 @@ def test_nodes_exported_by_root_must_run_as_the_same_user_as_under_the_orchestra
     assert {file["services"][role]["user"] for role in NODES} == {user}
 
 
-def test_a_folder_that_nodes_cannot_read_must_be_noted_in_the_file(tmp_path, monkeypatch):
+def test_what_nodes_cannot_read_must_be_noted_in_the_file_except_for_what_is_hidden(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    mine, line = f"{os.getuid()}:{os.getgid()}", "who cannot read all of the code yet:\n"
-    script = tmp_path / "train.py"
-    script.touch()
-    modes = [(0o700, 0o644, "4321:4321", True), (0o755, 0o600, "4321:4321", True), (0o755, 0o644, "4321:4321", False)]
-    for mode, of_script, user, noted in [*modes, (0o700, 0o600, mine, False)]:
-        tmp_path.chmod(mode)
-        script.chmod(of_script)
-        assert (line in compose(resolve({"command": COMMAND, "user": user}), "digits")) is noted
-
-
-def test_what_makes_code_readable_must_leave_run_directories_closed(tmp_path, tmp_path_factory, monkeypatch):
-    """And what links lead to, which may have come with the code."""
-    monkeypatch.chdir(tmp_path)
-    elsewhere = tmp_path_factory.mktemp("elsewhere")
-    elsewhere.chmod(0o700)
-    for folder in ("a b", "a b/below", "runs", "runs/a-1", "out"):
+    for folder in ("a b", "runs", ".hidden", "ignored"):
         (tmp_path / folder).mkdir(mode=0o700)
-    create(JobPaths(tmp_path / "out" / "b-1"))  # as with --runs out
-    for file in ("train.py", "a b/below/data.bin", "runs/a-1/plan.json"):
-        (tmp_path / file).touch(0o600)
-    (elsewhere / "key").touch(0o600)
-    (tmp_path / "link").symlink_to(elsewhere)
-    text = compose(resolve({"command": COMMAND, "user": "4321:4321"}), "digits")
-    subprocess.run(["sh", "-c", text.partition("read all of the code yet:\n#")[2].partition("\n")[0]], check=True)
-    modes = {path: stat.S_IMODE((tmp_path / path).stat().st_mode) for path in ("train.py", "a b/below/data.bin", "a b")}
-    assert modes == {"train.py": 0o644, "a b/below/data.bin": 0o644, "a b": 0o755}
-    for closed in ("runs", "out", "link"):
-        assert stat.S_IMODE((tmp_path / closed).stat().st_mode) == 0o700
-    for closed in ("runs/a-1/plan.json", "link/key"):
-        assert stat.S_IMODE((tmp_path / closed).stat().st_mode) == 0o600
+    (tmp_path / ".dockerignore").write_text("ignored")
+    (tmp_path / "link").symlink_to("a b")
+    (tmp_path / "train.py").touch(0o644)
+    tmp_path.chmod(0o755)
+
+    def noted(user: str) -> list[str]:
+        return re.findall(
+            "who cannot read (.*) in the code folder", compose(resolve({"command": COMMAND, "user": user}), "x")
+        )
+
+    assert noted("4321:4321") == ["'a b'"] and not noted(f"{os.getuid()}:{os.getgid()}")
+    tmp_path.chmod(0o700)
+    (tmp_path / "train.py").chmod(0o600)
+    assert noted("4321:4321") == ["., 'a b', train.py"]
 
 
 def test_other_users_must_not_be_able_to_enter_the_run_directory(tmp_path, monkeypatch):
