@@ -184,8 +184,9 @@ def content(path: str | Path, folder: int | None = None) -> str:
         read = file.read(size + 1)  # Python takes memory for all that it is asked for
         if len(read) > size:  # it has grown
             read += file.read(MAX_FILE + 1 - len(read))
-    if len(read) > MAX_FILE:
-        raise OSError(errno.EFBIG, f"larger than {MAX_FILE >> 20} MiB", str(path))
+    most = MAX_FILE if read.isascii() else MAX_FILE // 4  # one emoji, and Python takes four bytes for each character
+    if len(read) > most:
+        raise OSError(errno.EFBIG, f"larger than {most >> 20} MiB", str(path))
     return read.decode()
 
 
