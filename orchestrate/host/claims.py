@@ -193,7 +193,9 @@ class Ticket:
 def _folders() -> Iterator[tuple[int, int]]:
     """Open the folder of each account, one after the other; yield it with the account. Others cannot write there."""
     seen: set[int] = set()
-    for name in sorted(name for name in os.listdir(TOP) if name.startswith(PREFIX)):
+    with os.scandir(TOP) as found:  # which tells folders from the many files that an account may make there
+        names = sorted(one.name for one in found if one.name.startswith(PREFIX) and one.is_dir(follow_symlinks=False))
+    for name in names:
         with contextlib.suppress(OSError):
             folder = os.open(TOP / name, FOLDER)
             try:
