@@ -25,22 +25,32 @@ def packages(value: Any) -> list[str]:
         raise ValueError(f"{meaning} ({error})") from None
 
 
+MAX_FOLDERS = 100  # of mounts, and of data: each is compared with every other
 MOUNT = r"([^\x00-\x1f\x7f-\x9f]+):(/[^\x00-\x1f\x7f-\x9f:]*?)/*(?::(ro|rw))?"
 
 
-@kind(list_of(matching(MOUNT)))
+@kind(list_of(matching(MOUNT), maxItems=MAX_FOLDERS))
 def mounts(value: Any) -> list[str]:
     """Folders or files of this machine, as `SOURCE:TARGET`, optionally with `:ro` or `:rw`."""
     found = [value] if isinstance(value, str) else value
     if not isinstance(found, list) or not all(isinstance(one, str) and re.fullmatch(MOUNT, one) for one in found):
         raise ValueError("a list of mounts such as ~/models:/models or ./cache:/cache:rw")
+    if len(found) > MAX_FOLDERS:
+        raise ValueError(f"a list of at most {MAX_FOLDERS} mounts")
     return list(found)
 
 
 DATA = r"[A-Za-z][A-Za-z0-9_]{0,60}"
 
 
-@kind({"type": "object", "propertyNames": {"pattern": f"^{DATA}$"}, "additionalProperties": {"type": "string"}})
+@kind(
+    {
+        "type": "object",
+        "propertyNames": {"pattern": f"^{DATA}$"},
+        "additionalProperties": {"type": "string"},
+        "maxProperties": MAX_FOLDERS,
+    }
+)
 def data(value: Any) -> dict[str, str]:
     """Folders with data by name; names differ not only by case."""
     if (
@@ -50,6 +60,8 @@ def data(value: Any) -> dict[str, str]:
         or len({name.upper() for name in value}) < len(value)
     ):
         raise ValueError("a mapping of names to folders, such as {train: ~/imagenet/train}")
+    if len(value) > MAX_FOLDERS:
+        raise ValueError(f"a mapping of at most {MAX_FOLDERS} names to folders")
     return dict(value)
 
 

@@ -27,7 +27,7 @@ LOCAL = re.compile(r"[^\s;@\[]*/|\.{1,2}$|~|.*\.(whl|tar\.gz|zip)$", re.IGNORECA
 FILE = re.compile(r"(.*[\s@+=])?file:", re.IGNORECASE)
 LOCALLY = "installs from a local folder: nodes can import your current folder without that"
 REMOTE = re.compile(r"([^\s;@]+\s*@\s*)?((git\+)?(https?|ssh)://|\$\{)", re.IGNORECASE)
-MAX_FILES, MAX_LINES, MAX_SIZE = 100, 10_000, 4 << 20  # files, lines of all, and characters of each
+MAX_FILES, MAX_LINES, MAX_SIZE = 100, 10_000, 4 << 20  # files, and lines and characters of all
 
 
 def read(path: Path) -> list[str]:
@@ -41,7 +41,7 @@ def read(path: Path) -> list[str]:
     inside = (here,) if Path(os.path.abspath(path)).is_relative_to(here) else (path.parent.resolve(), here)
     if not _is_inside(path, inside):
         raise UsageError(f"cannot read {path}: it is a link out of its folder", f"use its target: {path.resolve()}")
-    _read(path, inside, found, set())
+    _read(path, inside, found, {})
     return found
 
 
@@ -49,17 +49,17 @@ def _is_inside(path: Path, folders: tuple[Path, ...]) -> bool:
     return any(Path(os.path.realpath(path)).is_relative_to(folder) for folder in folders)
 
 
-def _read(path: Path, inside: tuple[Path, ...], found: list[str], seen: set[Path]) -> None:
-    """Add the requirements of a file to those that were found, unless it is among those that were seen."""
+def _read(path: Path, inside: tuple[Path, ...], found: list[str], seen: dict[Path, int]) -> None:
+    """Add the requirements of a file to those that were found, unless it was `seen`, which has the sizes of files."""
     try:
         real = writable.resolved(str(path))
         if real in seen:
             return
-        seen.add(real)
         with ROOT.opened(str(real.parent), mode=ENTER) as folder:
             text = content(real.name, folder)
-        if len(text) > MAX_SIZE:
-            raise ValueError(f"larger than {MAX_SIZE >> 20} MiB")
+        seen[real] = len(text)
+        if sum(seen.values()) > MAX_SIZE:
+            raise ValueError(f"the files that include one another are larger than {MAX_SIZE >> 20} MiB")
         if len(seen) > MAX_FILES:
             raise ValueError(f"more than {MAX_FILES} files include one another")
     except (OSError, ValueError) as error:

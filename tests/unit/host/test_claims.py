@@ -198,7 +198,7 @@ def test_only_a_limited_number_of_names_must_be_read(folder, monkeypatch):
         (folder / f"a-{number}").touch()
     read = []
 
-    def entries(folder: int) -> Iterator[os.DirEntry]:
+    def entries(folder: int | Path) -> Iterator[os.DirEntry]:
         with real(folder) as found:
             for entry in found:
                 read.append(entry.name)
@@ -207,7 +207,7 @@ def test_only_a_limited_number_of_names_must_be_read(folder, monkeypatch):
     real = os.scandir
     monkeypatch.setattr(claims, "MAX_CLAIMS", 3)
     monkeypatch.setattr(os, "scandir", lambda folder: contextlib.nullcontext(entries(folder)))
-    assert not found() and len(read) == 3
+    assert not found() and len({*read} - {folder.name}) == 3
 
 
 @pytest.mark.parametrize("how", ["file", "link", "writable"])

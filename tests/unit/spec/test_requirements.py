@@ -62,7 +62,7 @@ def test_a_file_must_be_read_with_the_files_that_it_includes(tmp_path):
         ("a @ ${URL}", "r.txt:1: a variable after the host of a URL would be stored"),
         ("a @ https://h/" + "://?" * 900_000 + "${URL}", "r.txt:1: a variable after the host of a URL would be"),
         ("-r r.txt\n-e .", "r.txt:2: -e installs from a local folder"),
-        ("a" * (4 << 20) + "\n", "r.txt: larger than 4 MiB"),
+        ("a" * (4 << 20) + "\n", "r.txt: the files that include one another are larger than 4 MiB"),
         ("a \\\n" * 300_000 + "\n-e .", "r.txt:300002: -e installs from a local folder"),
         ("-r none.txt", "none.txt: No such file or directory"),
         ("a\n" * 10_001, "r.txt:10001: more than 10000 lines"),
@@ -87,6 +87,14 @@ def test_files_that_include_one_another_must_be_limited(tmp_path):
     for number in range(101):
         (tmp_path / f"{number}.txt").write_text(f"-r {number + 1}.txt\n")
     with pytest.raises(UsageError, match=r"100\.txt: more than 100 files include one another"):
+        requirements.read(tmp_path / "0.txt")
+
+
+def test_files_that_include_one_another_must_be_small_together(tmp_path):
+    (tmp_path / "0.txt").write_text("-r 1.txt\n-r 2.txt")
+    for name in ("1.txt", "2.txt"):
+        (tmp_path / name).write_text(f"# {'a' * (5 << 19)}\nnumpy\n")
+    with pytest.raises(UsageError, match=r"2\.txt: the files that include one another are larger than 4 MiB"):
         requirements.read(tmp_path / "0.txt")
 
 
