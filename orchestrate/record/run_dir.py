@@ -214,8 +214,10 @@ def keep_changes(spec: JobSpec, plan: Plan, paths: JobPaths) -> None:
     from orchestrate.spec import worktree
 
     records.drop(paths.patch)  # of an earlier generation
-    if plan.placement.revision.endswith("-dirty") and (text := worktree.changes(Path(plan.placement.code))):
-        records.put(paths.patch, spec.mask()(text))
+    if plan.placement.revision.endswith("-dirty") and (
+        text := worktree.changes(Path(plan.placement.code), spec.mask())
+    ):
+        records.put(paths.patch, text)
 
 
 def history(paths: JobPaths) -> list[Event]:

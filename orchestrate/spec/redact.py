@@ -51,6 +51,7 @@ IN_JSON = re.compile(
 MAX_DEPTH = 50  # levels of nested data that are searched; a job may write deeper ones
 MANY = 20  # secrets
 KEPT = re.compile(r"[\w.~-]+", re.ASCII)  # characters that are the same in JSON, in Python's repr and in a URL
+MARGIN = 128 << 10  # characters to read beyond a part, so that no secret is cut: Linux limits a variable to them
 MIN_LENGTH = 6  # characters of a secret that is searched for in text; shorter ones are part of too many words
 
 
@@ -90,6 +91,16 @@ class Mask:
         """The text with `***` in place of each secret."""
         few = len(self._probes) < MANY  # searches for each of them are much faster than one for the pattern
         return text if few and not any(map(text.__contains__, self._probes)) else self._pattern.sub(HIDDEN, text)
+
+    def part(self, text: str, first: int = 0, last: int | None = None) -> str:
+        """A part of a text with `***` in place of each secret, and without those that its ends would cut."""
+        last = len(text) if last is None else last
+        for match in self._pattern.finditer(text):
+            if match.start() < first < match.end():
+                first = match.end()
+            if match.start() < last < match.end():
+                last = match.start()
+        return self(text[first:last])
 
     def inside(self, data: Any, depth: int = MAX_DEPTH, ours: Collection[str] | None = None) -> Any:
         """JSON data with `***` in place of each secret in keys and values, and of data nested deeper than `depth`.
@@ -161,8 +172,8 @@ def _parts(value: str) -> set[str]:
 
 
 def _forms(part: str) -> set[str]:
-    """A part of a secret as programs print it: as it is, in JSON, as Python's repr, and in a URL."""
-    quotes = (json.dumps, partial(json.dumps, ensure_ascii=False), repr)
+    """A part of a secret as programs print it: as it is, in JSON, as Python's repr and ascii, and in a URL."""
+    quotes = (json.dumps, partial(json.dumps, ensure_ascii=False), repr, ascii)
     urls = (quote, partial(quote, safe=""), quote_plus)
     return {part, *(form(part)[1:-1] for form in quotes), *(form(part, errors="surrogateescape") for form in urls)}
 

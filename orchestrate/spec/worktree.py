@@ -20,6 +20,7 @@ from orchestrate.errors import UsageError
 from orchestrate.files.folder import regular
 from orchestrate.host import private, writable
 from orchestrate.spec.git import COMMIT, output, repository_of
+from orchestrate.spec.redact import MARGIN, Mask
 from orchestrate.spec.source import CACHE
 
 MAX_CHANGES = 1 << 20  # bytes
@@ -55,8 +56,10 @@ def revision(folder: Path) -> Callable[[], str]:
     return result
 
 
-def changes(folder: Path) -> str:
-    """Return what differs in tracked files of a repository from its commit, as `git diff` prints it; at most 1 MiB.
+def changes(folder: Path, hide: Mask) -> str:
+    """Return what differs in tracked files of a repository from its commit, as `git diff` prints it, without secrets.
+
+    It has at most 1 MiB.
 
     It is empty if there is no repository or no difference, or if that cannot be found out in time.
     """
@@ -66,11 +69,11 @@ def changes(folder: Path) -> str:
             paths = output(["ls-files", "-z"], Path(env["GIT_WORK_TREE"]), env, MAX_PATHS)
             if len(paths) == MAX_PATHS or OUTSIDE.search(paths):
                 return ""
-            found = output([*DIFF, "--no-color", "--ignore-submodules=all", commit], folder, env, MAX_CHANGES + 1)
+            found = output([*DIFF, "--no-color", "--ignore-submodules=all", commit], folder, env, MAX_CHANGES + MARGIN)
     except ERRORS:
         return ""
-    text = found[:MAX_CHANGES].decode(errors="replace")
-    return text if len(found) <= MAX_CHANGES else f"{text}\n(and more)\n"
+    text = found.decode(errors="replace")
+    return hide.part(text, last=MAX_CHANGES) + "\n(and more)\n" * (len(text) > MAX_CHANGES)
 
 
 def _status(folder: Path) -> str:

@@ -104,7 +104,7 @@ class StoreCopies(NoCopies):
                 raise StorageError(f"{store.url} has not stored all of the record in time") from None
 
     def _warn(self, text: str) -> None:
-        text = shortened(text, MAX_WARNING)
+        text = shortened(self.spec.mask()(text), MAX_WARNING)
         if text not in self.warned and len(self.warned) < MAX_WARNINGS:
             self.warned.add(text)
             self.emit(events.WarningIssued(text))

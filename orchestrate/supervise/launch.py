@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import logging
 import os
@@ -204,6 +205,7 @@ def _end(supervisor: Supervisor, result: JobResult, hide: Mask) -> dict[str, Any
     emit.close()
     seconds, metrics, checkpoints = emit.events[-1].seconds, hide.inside(files.metrics()), files.checkpoints()
     prepared = sum(event.prepared for event in emit.events if isinstance(event, SupervisorStarted))
+    result = dataclasses.replace(result, why=hide(result.why), left=hide(result.left))  # before they are cut
     content = report.report(supervisor.plan, result, ended, seconds, metrics, *checkpoints, written, copies, prepared)
     data: dict[str, Any] = hide.inside(content, ours=OURS)
     return data

@@ -204,7 +204,7 @@ class World:
         """Return what a rank has written on SIGTERM; the folder has been moved by then."""
         with contextlib.suppress(OSError), self._job._paths.folder.open(f"results/stacks-{rank}") as file:
             text = console.clean(file.read(MAX_STACKS).decode(errors="replace"))
-            return functools.reduce(lambda found, folder: found.replace(folder, ""), self._roots, text)
+            return self._hide(functools.reduce(lambda found, folder: found.replace(folder, ""), self._roots, text))
         return ""
 
 

@@ -10,6 +10,7 @@ import pytest
 from orchestrate.errors import ResourceError, UsageError
 from orchestrate.spec import source, worktree
 from orchestrate.spec.layers import resolve
+from orchestrate.spec.redact import Mask
 
 OPTIONS = ("--trainers", "1", "--gpus", "none")
 
@@ -126,7 +127,7 @@ def test_filters_that_a_repository_names_must_not_run(repository, tmp_path, driv
     git(repository, "config", "diff.y.textconv", f"touch {tmp_path}/evil; cat")
     (repository / ".git" / "info" / "attributes").write_text("* diff=y\n")
     assert worktree.revision(repository)() == git(repository, "rev-parse", "HEAD") + "-dirty"
-    assert "+print('changed 2')" in worktree.changes(repository)
+    assert "+print('changed 2')" in worktree.changes(repository, Mask({}))
     assert not (tmp_path / "evil").exists()
 
 
@@ -141,7 +142,7 @@ def test_objects_that_a_repository_leaves_out_must_not_be_fetched(repository, tm
     for name, value in settings.items():
         git(repository, "config", name, value)
     worktree.revision(repository)()
-    assert worktree.changes(repository) == "" and not (tmp_path / "evil").exists()
+    assert worktree.changes(repository, Mask({})) == "" and not (tmp_path / "evil").exists()
 
 
 def test_variables_of_a_git_hook_must_not_lead_to_another_repository(repository, tmp_path, monkeypatch):

@@ -132,7 +132,8 @@ def _left_the_queue(paths: JobPaths, followed: slurm_job.Batch) -> None:
     if state != "CANCELLED":
         said = ""
         with contextlib.suppress(OSError, ValueError):
-            said = f": {clean(content(slurm_job.early_log(paths)).strip())[-LAST_WORDS:]}"
+            text = clean(content(slurm_job.early_log(paths)).strip())
+            said = f": {run_dir.load(paths)[0].mask().part(text, max(0, len(text) - LAST_WORDS))}"
         what = f"{followed} has left the queue{f' ({state})' * bool(state)}, and has not recorded its result{said}"
         hint = "python -m orchestrate doctor --engine slurm checks whether machines see this folder"
         raise Unsupervised(what, f"{hint}; attach {paths.root.name} submits it again")

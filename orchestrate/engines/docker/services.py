@@ -18,7 +18,7 @@ from orchestrate.engines.docker import labels
 from orchestrate.engines.docker.client import Daemon
 from orchestrate.errors import EngineError, EngineLost, ResourceError, UsageError
 from orchestrate.host import records, writable
-from orchestrate.spec.redact import Mask
+from orchestrate.spec.redact import MARGIN, Mask
 
 NETWORK = "orchestrate"  # name of the job's network in the Compose file
 SHOWN_LINES, MAX_LINES = 10, 10_000  # of each service: in an error, and in a file
@@ -28,8 +28,13 @@ SETTLING = 0.5  # seconds in which an engine that is asked for containers has cr
 SERVICE = r"[A-Za-z0-9._-]+"  # name of a service
 
 
-def _end(container: Container, lines: int, most: int) -> bytes:
-    """Return the last lines of a container's output, and the last bytes of these."""
+def _end(container: Container, lines: int, most: int, hide: Mask) -> str:
+    """Return the last lines of a container's output, and the last bytes of these, without secrets."""
+    text = _last(container, lines, most + MARGIN).decode(errors="replace")
+    return hide.part(text, max(0, len(text) - most))
+
+
+def _last(container: Container, lines: int, most: int) -> bytes:
     if container.attrs["Config"]["Tty"]:  # the SDK would read it byte by byte
         return bytes(container.logs(tail=min(lines, most // MAX_PIECE))[-most:])
     kept: deque[bytes] = deque()
@@ -105,8 +110,8 @@ class Services:
     def save_logs(self, path: Path) -> None:
         """Write the last lines of each service to a file, without secrets; raises EngineError or OSError."""
         with self.daemon.translating_errors("could not read the output of the services"):
-            parts = [f"--- {each.name}\n".encode() + _end(each, MAX_LINES, MAX_BYTES) for each in self._containers()]
-        records.put(path, self.hide(b"\n".join(parts).decode(errors="replace")))
+            parts = [f"--- {each.name}\n{_end(each, MAX_LINES, MAX_BYTES, self.hide)}" for each in self._containers()]
+        records.put(path, "\n".join(parts))
 
     def _containers(self) -> list[Container]:
         label = f"{labels.SERVICES}={self.job_id}"
@@ -118,7 +123,7 @@ class Services:
         with contextlib.suppress(EngineError), self.daemon.translating_errors("could not read their output"):
             for each in self._containers():
                 if each.status != "running" or each.attrs["State"].get("Health", {}).get("Status") == "unhealthy":
-                    text = _end(each, SHOWN_LINES, SHOWN_BYTES).decode(errors="replace")
+                    text = _end(each, SHOWN_LINES, SHOWN_BYTES, self.hide)
                     lines += [f"\n    {each.name} | {line}" for line in text.splitlines()]
         return "".join(lines)
 

@@ -68,9 +68,9 @@ def key(digits: str) -> bytes:
     return bytes.fromhex(digits)
 
 
-def shown(text: str) -> str:
+def shown(text: str, most: int = 60) -> str:
     """The beginning of an untrusted text, in quotes and without control characters."""
-    return ascii(text[:60])
+    return ascii(text[:most])
 
 
 # --- one value

@@ -228,8 +228,8 @@ def test_the_state_of_a_job_that_only_accounting_knows_must_be_found(jobs):
     assert "PENDING" in jobs.cluster("scontrol", "show", "job", number(run))
     jobs.cluster("scancel", number(run))
     eventually(lambda: not jobs.cluster("scontrol", "show", "job", number(run)), 120)
-    code = "import sys; from pathlib import Path; from orchestrate.record import batch, paths; "
-    code += "print(batch.last_state(batch.of(paths.JobPaths(Path(sys.argv[1])))))"
+    code = "import sys; from pathlib import Path; from orchestrate.record import paths, slurm_job; "
+    code += "print(slurm_job.last_state(slurm_job.of(paths.JobPaths(Path(sys.argv[1])))))"
     assert jobs.cluster(PYTHON, "-c", code, str(run)) == "CANCELLED\n"
 
 

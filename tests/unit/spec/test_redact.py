@@ -192,12 +192,20 @@ def test_a_value_of_a_megabyte_must_be_checked_in_linear_time(value):
 
 @pytest.mark.parametrize(
     "form",
-    [json.dumps, partial(json.dumps, ensure_ascii=False), repr, parse.quote, parse.quote_plus, str.strip],
-    ids=["JSON", "JSON with all characters", "repr", "URL", "query", "without white space"],
+    [json.dumps, partial(json.dumps, ensure_ascii=False), repr, ascii, parse.quote, parse.quote_plus, str.strip],
+    ids=["JSON", "JSON with all characters", "repr", "ascii", "URL", "query", "without white space"],
 )
 def test_a_secret_must_be_masked_in_the_forms_that_programs_print(form):
     secret = ' canary"7c1/\\d é '
     assert "canary" not in Mask({"HF_TOKEN": secret})(f"<{form(secret)}>")
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "part"),
+    [(0, None, "a *** b *** c"), (4, None, " b *** c"), (0, 4, "a "), (0, 14, "a *** b "), (3, 16, " b "), (2, 9, "")],
+)
+def test_a_part_of_a_text_must_have_no_part_of_a_secret(first, last, part):
+    assert Mask({"A_TOKEN": "hunter22"}).part("a hunter22 b hunter22 c", first, last) == part
 
 
 def test_a_secret_that_is_not_text_must_be_masked_as_a_reader_decodes_it():

@@ -15,19 +15,20 @@ from orchestrate.host import writable
 from orchestrate.record import run_dir
 from orchestrate.record.paths import JobPaths
 from orchestrate.spec import worktree
+from orchestrate.spec.redact import Mask
 from orchestrate.spec.spec import JobSpec
 
 
 def test_a_folder_without_a_repository_must_have_no_commit(tmp_path, monkeypatch):
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    assert worktree.revision(tmp_path)() == worktree.changes(tmp_path) == ""
+    assert worktree.revision(tmp_path)() == worktree.changes(tmp_path, Mask({})) == ""
 
 
 def test_changes_must_be_shown_as_the_environment_of_the_shell_configures_git(repository, monkeypatch):
     for name, value in (("COUNT", "1"), ("KEY_0", "diff.noprefix"), ("VALUE_0", "true")):
         monkeypatch.setenv(f"GIT_CONFIG_{name}", value)
     (repository / "train.py").write_text("x\n")
-    assert "\n+++ train.py\n" in worktree.changes(repository)
+    assert "\n+++ train.py\n" in worktree.changes(repository, Mask({}))
 
 
 def test_no_program_that_a_repository_names_must_run_to_show_its_changes(repository, tmp_path):
@@ -38,7 +39,7 @@ def test_no_program_that_a_repository_names_must_run_to_show_its_changes(reposit
         for name in ("[diff]external", '[diff "x"]textconv', '[filter "x"]clean', "[core]fsmonitor"):
             config.write(f"{name} = {tmp_path}/evil.sh\n")
     (repository / "train.py").write_text("x\n")
-    assert "\n+x\n" in worktree.changes(repository) and not (tmp_path / "evil").exists()
+    assert "\n+x\n" in worktree.changes(repository, Mask({})) and not (tmp_path / "evil").exists()
 
 
 def test_the_index_of_a_repository_must_not_be_written(repository, tmp_path):
@@ -47,7 +48,7 @@ def test_the_index_of_a_repository_must_not_be_written(repository, tmp_path):
     (repository / ".git" / "index").symlink_to(tmp_path / "index")
     os.utime(repository / "train.py", (1, 1))  # so that git would note the new time
     before = (tmp_path / "index").stat().st_mtime_ns
-    assert len(worktree.revision(repository)()) == 40 and worktree.changes(repository) == ""
+    assert len(worktree.revision(repository)()) == 40 and worktree.changes(repository, Mask({})) == ""
     assert (tmp_path / "index").stat().st_mtime_ns == before
 
 
@@ -76,7 +77,7 @@ exit $code
     (tmp_path / "git").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     (repository / "train.py").write_text("x\n")
-    assert worktree.revision(repository)().endswith("-dirty") and "\n+x\n" in worktree.changes(repository)
+    assert worktree.revision(repository)().endswith("-dirty") and "\n+x\n" in worktree.changes(repository, Mask({}))
     assert not (tmp_path / "evil").exists()
 
 
@@ -85,7 +86,7 @@ def test_the_repository_of_another_working_tree_must_not_be_asked(repository, tm
     (tmp_path / "project").mkdir()
     git = tmp_path / "project" / ".git"
     git.symlink_to(repository / ".git") if kind == "link" else git.write_text(f"gitdir: {repository / '.git'}\n")
-    assert worktree.revision(tmp_path / "project")() == worktree.changes(tmp_path / "project") == ""
+    assert worktree.revision(tmp_path / "project")() == worktree.changes(tmp_path / "project", Mask({})) == ""
 
 
 @pytest.mark.parametrize("part", ["alternates", "ref", "object"])
@@ -99,7 +100,7 @@ def test_a_repository_with_parts_of_another_one_must_not_be_asked(repository, tm
         path.unlink()
         path.symlink_to(of / path.relative_to(git))
     (tmp_path / "project" / "train.py").write_text("changed")
-    assert worktree.revision(tmp_path / "project")() == worktree.changes(tmp_path / "project") == ""
+    assert worktree.revision(tmp_path / "project")() == worktree.changes(tmp_path / "project", Mask({})) == ""
 
 
 @pytest.mark.parametrize("name", ["there", "a:b"])  # of which git takes the second for two folders
@@ -108,7 +109,7 @@ def test_the_repository_around_a_broken_one_must_not_be_asked(repository, tmp_pa
     for below in ("objects", "refs"):
         (around / "project" / ".git" / below).mkdir(parents=True)
     (around / "train.py").write_text("private")
-    assert worktree.revision(around / "project")() == worktree.changes(around / "project") == ""
+    assert worktree.revision(around / "project")() == worktree.changes(around / "project", Mask({})) == ""
 
 
 def test_the_repository_of_a_submodule_must_be_asked(repository, tmp_path):
@@ -137,9 +138,9 @@ def test_the_commit_must_be_known_and_whether_tracked_files_are_changed(reposito
         os.utime(file, (1, 1))
     head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
     (repository / "new.txt").touch()
-    assert worktree.revision(folder)() == head and worktree.changes(folder) == ""
+    assert worktree.revision(folder)() == head and worktree.changes(folder, Mask({})) == ""
     file.write_text("x\n")
-    assert worktree.revision(folder)() == f"{head}-dirty" and "\n+x\n" in worktree.changes(folder)
+    assert worktree.revision(folder)() == f"{head}-dirty" and "\n+x\n" in worktree.changes(folder, Mask({}))
 
 
 def test_lines_that_git_converts_and_a_changed_mode_must_count_as_git_counts_them(repository):
@@ -166,14 +167,21 @@ def test_changes_must_be_kept_without_secrets_and_up_to_a_limit(repository, tmp_
     assert not paths.patch.exists()
 
 
+def test_changes_that_are_cut_must_end_with_no_part_of_a_secret(repository, tmp_path, monkeypatch):
+    (repository / "train.py").write_text("a" * 2000 + "hunter22" + "b" * 2000)
+    whole = worktree.changes(repository, Mask({}))
+    monkeypatch.setattr(worktree, "MAX_CHANGES", whole.index("hunter22") + 6)
+    assert worktree.changes(repository, Mask({"A_TOKEN": "hunter22"})).endswith("aaa\n(and more)\n")
+
+
 def test_changes_must_be_those_of_the_repository_and_not_of_a_folder_that_it_names(repository, tmp_path):
     (tmp_path / "secret").mkdir()
     (tmp_path / "secret" / "train.py").write_text("the host's\n")
     with (repository / ".git" / "config").open("a") as config:
         config.write(f"[core]\n worktree = {tmp_path}/secret\n")
-    assert worktree.changes(repository) == ""
+    assert worktree.changes(repository, Mask({})) == ""
     (repository / "train.py").write_text("mine\n")
-    assert "+mine\n" in (found := worktree.changes(repository)) and "host" not in found
+    assert "+mine\n" in (found := worktree.changes(repository, Mask({}))) and "host" not in found
     assert worktree.revision(repository)().endswith("-dirty")
 
 
@@ -185,14 +193,14 @@ def test_files_outside_of_the_working_tree_must_not_be_shown_whatever_the_index_
     (repository / place).parent.mkdir(parents=True, exist_ok=True)
     (repository / place).write_text("the host's\n")
     subprocess.run(["git", "add", "."], cwd=repository, check=True)
-    assert "+the host's" in worktree.changes(repository)
+    assert "+the host's" in worktree.changes(repository, Mask({}))
     index = repository / ".git" / "index"
     changed = index.read_bytes()[:-20].replace(place.encode(), name.encode())
     index.write_bytes(changed + hashlib.sha1(changed).digest())
     for secret in (tmp_path / "secret", repository / ".git" / "secret"):
         secret.write_text("the host's\n")
     (repository / "a").mkdir()
-    assert "host" not in worktree.changes(repository)
+    assert "host" not in worktree.changes(repository, Mask({}))
 
 
 def test_a_repository_that_a_job_could_write_must_not_be_asked(repository, tmp_path, monkeypatch):
@@ -200,11 +208,11 @@ def test_a_repository_that_a_job_could_write_must_not_be_asked(repository, tmp_p
     (repository / "train.py").write_text("x\n")
     assert worktree.revision(repository)()
     writable.note([repository])
-    assert worktree.revision(repository)() == worktree.changes(repository) == ""
+    assert worktree.revision(repository)() == worktree.changes(repository, Mask({})) == ""
 
 
 def test_a_large_difference_must_not_be_read_whole(repository, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     (repository / "train.py").write_bytes(b"x\n" * (32 << 20))
-    found, most = peak(lambda: worktree.changes(repository))
+    found, most = peak(lambda: worktree.changes(repository, Mask({})))
     assert len(found) < worktree.MAX_CHANGES + 100 and most < 16 * worktree.MAX_CHANGES

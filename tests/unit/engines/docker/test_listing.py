@@ -90,7 +90,7 @@ def test_an_engine_must_be_asked_over_tcp_too(monkeypatch):
 
 
 def test_a_list_of_jobs_must_not_import_the_sdk(answers):
-    code = "import sys; from orchestrate.engines import choice; print({*choice.jobs()}, 'docker' in sys.modules)"
+    code = "import sys; from orchestrate.engines import registry; print({*registry.jobs()}, 'docker' in sys.modules)"
     answers.container("master", "a")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "JobState(job_id='a', engine='docker', nodes=1, " in done.stdout and done.stdout.endswith(" False\n")

@@ -166,7 +166,17 @@ def test_of_a_service_that_prints_without_end_only_the_last_bytes_must_be_kept(j
     assert session.services_log.read_text() == "--- db\n6789abcdef"
 
 
-def test_of_a_service_with_a_terminal_no_more_must_be_read_than_is_kept(job, monkeypatch):
+def test_the_start_of_what_is_kept_must_have_no_part_of_a_secret(job, monkeypatch):
+    monkeypatch.setattr("orchestrate.engines.docker.services.MAX_BYTES", 10)
+    asked = dataclasses.replace(spec(job), env={"A_TOKEN": "hunter22"})
+    session = job.session(asked)
+    session.up(job.plan(asked))
+    service(job, "db", "login hunter22 is done", "running")
+    session.down(0)
+    assert session.services_log.read_text() == "--- db\n is done"
+
+
+def test_of_a_service_with_a_terminal_little_more_must_be_read_than_is_kept(job, monkeypatch):
     monkeypatch.setattr("orchestrate.engines.docker.services.MAX_BYTES", 3 << 14)
     session = up(job)
     path = f"GET /containers/{service(job, 'db', '', 'running')}"
@@ -174,4 +184,4 @@ def test_of_a_service_with_a_terminal_no_more_must_be_read_than_is_kept(job, mon
     job.answers.replies[f"{path}/logs"] = b"x" * 60_000
     session.down(0)
     assert session.services_log.read_text() == "--- db\n" + "x" * (3 << 14)
-    assert job.answers.query_of(f"{path}/logs")[0]["tail"] == "3"
+    assert job.answers.query_of(f"{path}/logs")[0]["tail"] == "11"  # and a margin
