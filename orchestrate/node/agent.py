@@ -21,7 +21,6 @@ from orchestrate.node.messages import protocol
 from orchestrate.node.messages.channel import Channel
 from orchestrate.node.messages.checks import Refused, integer, shown
 from orchestrate.node.messages.listener import BACKLOG, Listener
-from orchestrate.node.mounted import check, missing
 from orchestrate.node.output import print_message
 from orchestrate.node.programs.guard import marked
 from orchestrate.node.ranks import FENCE, Env, fence
@@ -29,7 +28,7 @@ from orchestrate.node.stacks import collect
 from orchestrate.node.status import StatusServer
 from orchestrate.node.store import blocked
 from orchestrate.node.traffic import Traffic, families
-from orchestrate.node.trees import FOLDER, replace
+from orchestrate.node.trees import FOLDER, check, missing, replace
 from orchestrate.node.warm import SUPPORTED, limits_and_priority
 from orchestrate.node.wipe import free_ipc, wipe
 from orchestrate.node.worker import FAILED_TO_START, Worker, activity, kill, oom_kills

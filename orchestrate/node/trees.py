@@ -1,4 +1,7 @@
-"""Folders that workers write to, which may hold anything: no link in them is followed, no FIFO or device blocks."""
+"""Folders that workers write to, which may hold anything: no link in them is followed, no FIFO or device blocks.
+
+And what must be mounted in a node before it starts a worker, since a job may have replaced it.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,11 @@ import os
 import stat
 import struct
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from itertools import islice
 from typing import BinaryIO
+
+from orchestrate.node.messages.checks import Refused, shown
 
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 GET_PROJECT, SET_PROJECT = 0x801C581F, 0x401C5820  # FS_IOC_FSGETXATTR and FS_IOC_FSSETXATTR of linux/fs.h
@@ -184,3 +189,29 @@ def _folder(name: str, folder: int | None) -> int:
         if os.fstat(descriptor).st_mode & 0o300 != 0o300:
             os.fchmod(descriptor, 0o700)
     return descriptor
+
+
+def check(folders: dict[str, str]) -> None:
+    """Raise Refused for a folder or file with another identity than expected."""
+    for path, expected in folders.items():
+        try:
+            found = identity(os.stat(path))
+        except OSError as error:
+            raise Refused(f"start: folders: {shown(path)} cannot be read: {error.strerror}") from None
+        if found != expected:
+            raise Refused(f"start: folders: {shown(path)} is not the folder that the orchestrator sees")
+
+
+def missing(masks: Iterable[str]) -> str:
+    """Return the first mask that is not at its path, since a link led it elsewhere; empty if all are.
+
+    What is mounted over a path is on another device than the folder around it.
+    """
+    for path in masks:
+        try:
+            status = os.lstat(path)
+            if stat.S_ISLNK(status.st_mode) or status.st_dev == os.lstat(os.path.dirname(path)).st_dev:
+                return path
+        except OSError:
+            return path
+    return ""

@@ -245,19 +245,6 @@ def test_a_report_must_be_readable_whatever_the_job_has_left(paths, do):
     assert paths.report.stat().st_size < folder.MAX_FILE / 3
 
 
-@pytest.mark.parametrize(
-    ("text", "size"), [("a" * 80, 80), ("a" * 81, None), ("ä" * 10, 10), ("a" * 17 + "ä" * 2, None)]
-)
-def test_text_that_takes_more_memory_must_have_a_lower_limit(tmp_path, monkeypatch, text, size):
-    monkeypatch.setattr(folder, "MAX_FILE", 80)
-    (tmp_path / "report.json").write_text(text)
-    if size:
-        assert len(folder.content(tmp_path / "report.json")) == size
-    else:
-        with pytest.raises(OSError, match="larger than"):
-            folder.content(tmp_path / "report.json")
-
-
 @pytest.mark.parametrize("length", [10, 1000, 5000])
 def test_a_long_line_must_be_read_in_pieces_without_loss(tmp_path, monkeypatch, length):
     monkeypatch.setattr(lines, "MAX_LINE", 100)
