@@ -53,13 +53,6 @@ def known() -> Iterator[tuple[Path, str, Path]]:
                     yield Path(path), there, place / FOLDER / name
 
 
-def inside(paths: Iterable[Path]) -> set[Path]:
-    """Return those of some real paths that are in a folder which jobs can write."""
-    paths = [*paths]
-    folders = _among({folder for path in paths for folder in path.parents}).keys()
-    return {path for path in paths if not folders.isdisjoint(path.parents)}
-
-
 def resolved(text: str, fixed: bool = False) -> Path:
     """Return what a path leads to; raises UsageError if a link on the way may be one that a job has made.
 
@@ -69,7 +62,12 @@ def resolved(text: str, fixed: bool = False) -> Path:
         *way, end = visited(Path(text))
     except OSError as error:
         raise UsageError(f"{text}: {error.strerror}", "check the path") from None
-    paths = _among(way)
+    paths, renamed = dict[Path, Path](), dict[str, Path]()
+    for path, there, record in known():
+        paths[path] = renamed[there] = record
+    for step in way:
+        if os.path.lexists(step) and (there := identity(step.lstat())) in renamed:
+            paths[step] = renamed[there]
     for folder in [*paths, *runs_around(way)]:
         if any(folder in step.parents for step in way) and not end.is_relative_to(folder):
             why = f"{text} leads to {end}, out of {folder}, where a job may have made the link"
@@ -79,14 +77,3 @@ def resolved(text: str, fixed: bool = False) -> Path:
             forget = f"; if no job can write there anymore: rm {paths[folder]}" if folder in paths else ""
             raise UsageError(why, f"use one that is not below a folder that jobs can write{forget}")
     return end
-
-
-def _among(steps: Iterable[Path]) -> dict[Path, Path]:
-    """Return the folders that jobs can write, also those of `steps` that you have renamed, and their records."""
-    paths, renamed = dict[Path, Path](), dict[str, Path]()
-    for path, there, record in known():
-        paths[path] = renamed[there] = record
-    for step in steps if renamed else ():
-        if os.path.lexists(step) and (there := identity(step.lstat())) in renamed:
-            paths[step] = renamed[there]
-    return paths

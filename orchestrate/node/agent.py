@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shlex
 import signal
@@ -47,7 +46,7 @@ class Agent:
         self.loop, self.key = loop, key
         self.job, self.folder, self.generation = "", "", -1
         self.hint = ""  # why workers end, if the node itself ends them
-        self.unmasked = missing(json.loads(os.environ.pop("NODE_MASKS", "[]")))  # once: what they hide may go later
+        self.unmasked = missing(os.environ.pop("NODE_MASKS", ""))  # once: what they hide may go later
         self.workers: dict[int, Worker] = {}  # by rank
         self.codes: dict[int, int] = {}  # exit codes of workers that have ended
         self.hints: dict[int, str] = {}  # of the same workers

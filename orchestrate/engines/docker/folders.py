@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -62,29 +61,6 @@ def identities(spec: JobSpec) -> dict[str, str]:
     """
     note_writable(spec)
     return {mount.target: writable.found(_source(mount)) for mount in wanted_mounts(spec)}
-
-
-def movable(code: Path, given: list[dict[str, Any]]) -> list[str]:
-    """Return those of the masks of a node that a job could lead elsewhere by a link, before they are mounted.
-
-    They are in folders that jobs can write. `given` are all mounts but that of the code folder. Raises UsageError if
-    there are too many.
-    """
-    folders = [(str(code), mounts.CODE), *((one["source"], one["target"]) for one in given if not mounts.is_mask(one))]
-    masks = [
-        (mask["target"], Path(source, os.path.relpath(mask["target"], target)))
-        for mask in filter(mounts.is_mask, given)
-        for source, target in folders
-        if mask["target"].startswith(f"{target}/")
-    ]
-    inside = writable.inside({path for _, path in masks})
-    found = [target for target, path in masks if path in inside]
-    if sum(map(len, found)) > MAX_MASKS:
-        raise UsageError(
-            f"folders that jobs can write have {len(found)} sockets, pipes, run directories and files to hide",
-            "remove some, or use another folder",
-        )
-    return found
 
 
 def _source(mount: Mount) -> Path:

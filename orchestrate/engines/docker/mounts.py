@@ -110,7 +110,10 @@ def hidden(code: Path, runs: Path, chdir: str = "") -> list[str]:
             f".dockerignore excludes more than {MAX_MASKS} files and folders of {code}, which is the limit",
             "exclude their folders instead",
         )
-    always = {os.path.normpath(os.path.join(start, name)) for start in ("", chdir) for name in ALWAYS_HIDDEN}
+    # Without links, since nodes would not find a mask at the end of one.
+    start = os.path.relpath(os.path.realpath(code / chdir), os.path.realpath(code))
+    starts = {"", start} if start.partition("/")[0] != ".." else {""}
+    always = {os.path.normpath(os.path.join(folder, name)) for folder in starts for name in ALWAYS_HIDDEN}
     found = {*excluded, *jobs, *(name for name in always if _exists(code / name))}
     masked: list[str] = []
     for name in sorted(found, key=lambda name: name.replace("/", "\0")):  # so that the content of a folder follows it

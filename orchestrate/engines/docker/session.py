@@ -369,6 +369,5 @@ class DockerSession(ClientSession):
         if (readable := program.folder(self.spec)) != PACKAGE:
             extra.append({**mounts.bind(readable, program.TARGET), "read_only": True})
         every, user = [*self.mounts(), *self.given_mounts(), *extra], self.env["NODE_USER"]
-        masks = folders.movable(Path(self.env["NODE_CODE"]), every)
-        given = compose_override.document(self.spec, every, self.devices, user, masks)
+        given = compose_override.document(self.spec, every, self.devices, user)
         self.daemon.compose(*command, env=env, given=given, capture=True, stopped=stopped)

@@ -341,3 +341,12 @@ def test_a_folder_with_many_folders_must_be_emptied_in_little_memory(tmp_path):
         (tmp_path / "job" / str(number)).mkdir(parents=True)
     left, most = peak(lambda: clear(str(tmp_path)))
     assert left == [] and [*tmp_path.iterdir()] == [] and most < 50_000
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux lists mounts")
+def test_a_mask_must_be_at_its_path_and_not_where_a_link_leads(tmp_path):
+    (tmp_path / "link").symlink_to("/proc")
+    (tmp_path / "folder").symlink_to("/")
+    assert trees.missing("") == trees.missing(trees.packed(["/proc", "/dev/shm"])) == ""
+    for wrong in (str(tmp_path / "link"), str(tmp_path / "folder" / "proc"), str(tmp_path), "/nowhere", "/proc"):
+        assert trees.missing(trees.packed(["/proc", wrong])) == wrong  # the last: each has a mount of its own
