@@ -51,7 +51,7 @@ IN_JSON = re.compile(
 MAX_DEPTH = 50  # levels of nested data that are searched; a job may write deeper ones
 MANY = 20  # secrets
 KEPT = re.compile(r"[\w.~-]+", re.ASCII)  # characters that are the same in JSON, in Python's repr and in a URL
-MARGIN = 128 << 10  # characters to read beyond a part, so that no secret is cut: Linux limits a variable to them
+MARGIN = 128 << 10  # bytes to read beyond a part, so that no secret is cut: Linux limits a variable to them
 MIN_LENGTH = 6  # characters of a secret that is searched for in text; shorter ones are part of too many words
 
 
@@ -101,6 +101,15 @@ class Mask:
             if match.start() < last < match.end():
                 last = match.start()
         return self(text[first:last])
+
+    def first(self, data: bytes, most: int) -> str:
+        """The text of the first bytes of `data`, like `part`; it has `MARGIN` more, unless it is whole."""
+        return self.part(data.decode(errors="replace"), 0, len(data[:most].decode(errors="replace")))
+
+    def last(self, data: bytes, most: int) -> str:
+        """The text of the last bytes of `data`, like `part`; it has `MARGIN` more, unless it is whole."""
+        text = data.decode(errors="replace")
+        return self.part(text, len(text) - len(data[-most:].decode(errors="replace")))
 
     def inside(self, data: Any, depth: int = MAX_DEPTH, ours: Collection[str] | None = None) -> Any:
         """JSON data with `***` in place of each secret in keys and values, and of data nested deeper than `depth`.

@@ -72,8 +72,7 @@ def changes(folder: Path, hide: Mask) -> str:
             found = output([*DIFF, "--no-color", "--ignore-submodules=all", commit], folder, env, MAX_CHANGES + MARGIN)
     except ERRORS:
         return ""
-    text = found.decode(errors="replace")
-    return hide.part(text, last=MAX_CHANGES) + "\n(and more)\n" * (len(text) > MAX_CHANGES)
+    return hide.first(found, MAX_CHANGES) + "\n(and more)\n" * (len(found) > MAX_CHANGES)
 
 
 def _status(folder: Path) -> str:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import shlex
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import yaml
 from docker.models.containers import Container
@@ -25,13 +27,13 @@ SHOWN_LINES, MAX_LINES = 10, 10_000  # of each service: in an error, and in a fi
 SHOWN_BYTES, MAX_BYTES = 16 << 10, 4 << 20
 MAX_PIECE = 16 << 10  # bytes of what the engine takes for a line
 SETTLING = 0.5  # seconds in which an engine that is asked for containers has created another one
-SERVICE = r"[A-Za-z0-9._-]+"  # name of a service
+HOST_PATHS = ("source", "file", "context", "device")  # keys of a Compose file
+INSIDE = ("environment", "labels", "command", "entrypoint", "healthcheck")  # what may have them, but means a container
 
 
 def _end(container: Container, lines: int, most: int, hide: Mask) -> str:
     """Return the last lines of a container's output, and the last bytes of these, without secrets."""
-    text = _last(container, lines, most + MARGIN).decode(errors="replace")
-    return hide.part(text, max(0, len(text) - most))
+    return hide.last(_last(container, lines, most + MARGIN), most)
 
 
 def _last(container: Container, lines: int, most: int) -> bytes:
@@ -45,6 +47,18 @@ def _last(container: Container, lines: int, most: int) -> bytes:
         while size - len(kept[0]) >= most:
             size -= len(kept.popleft())
     return b"".join(kept)[-most:]
+
+
+def _paths(data: Any) -> Iterator[str]:
+    """Yield the paths of this machine in a Compose file: sources of mounts, build contexts, files, and devices."""
+    if isinstance(data, list):
+        for each in data:
+            yield from _paths(each)
+    for key, value in data.items() if isinstance(data, dict) else ():
+        if key in HOST_PATHS and isinstance(value, str):
+            yield from [value] * value.startswith("/")
+        elif key not in INSIDE:
+            yield from _paths(value)
 
 
 class Services:
@@ -61,8 +75,10 @@ class Services:
 
         Raises UsageError for a file that cannot be used, and ResourceError if a service does not start.
         """
-        lines = self._compose(stopped, "config", "--services").splitlines()
-        names = [line for line in lines if re.fullmatch(SERVICE, line)]  # the others are warnings
+        resolved = self._resolved(stopped)
+        for path in _paths(resolved):
+            writable.resolved(path, fixed=True)  # Docker opens it by its path, also if a job puts a link there
+        names = [*resolved["services"]]
         if taken := {*names} & {*labels.ROLES}:
             raise UsageError(
                 f"{self.file} has a service {taken.pop()}, which is the name of a node", "rename the service"
@@ -81,6 +97,12 @@ class Services:
                 raise
             if left := [name for name in names if name not in done]:  # Compose takes the end of a service for a failure
                 self._compose(stopped, "up", *options, "--no-deps", *left, given=yaml.safe_dump(document))
+
+    def _resolved(self, stopped: Callable[[], bool]) -> dict[str, Any]:
+        """Return the file as Compose reads it, with absolute paths; raises as `up` does."""
+        text = self._compose(stopped, "config", "--format", "json")
+        found = re.search(r"^\{$.*^\}$", text, re.M | re.S)  # warnings precede it
+        return {"services": {}} | (json.loads(found[0]) if found else {})
 
     def _done(self) -> set[str]:
         """Return the services that have ended, if all have with exit code 0, once the engine creates no others.

@@ -1,6 +1,7 @@
 """Secret values of environment variables must be recognized, and others must stay readable."""
 
 import json
+import re
 from functools import partial
 from urllib import parse
 
@@ -206,6 +207,13 @@ def test_a_secret_must_be_masked_in_the_forms_that_programs_print(form):
 )
 def test_a_part_of_a_text_must_have_no_part_of_a_secret(first, last, part):
     assert Mask({"A_TOKEN": "hunter22"}).part("a hunter22 b hunter22 c", first, last) == part
+
+
+@pytest.mark.parametrize("most", range(1, 60))
+def test_a_part_must_be_counted_in_bytes_and_have_no_part_of_a_secret(most):
+    hide, text = Mask({"A_TOKEN": "hunter22-é"}), "äöü hunter22-é äöü hunter22-é äöü"
+    for found in (hide.first(text.encode(), most), hide.last(text.encode(), most)):
+        assert not re.search(r"hunter22|unter|22|-|é", found) and len(found.replace("***", "").encode()) <= most + 4
 
 
 def test_a_secret_that_is_not_text_must_be_masked_as_a_reader_decodes_it():

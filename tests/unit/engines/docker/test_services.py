@@ -1,6 +1,7 @@
 """Services of a job on a simulated engine: what Compose is asked for, and what is reported and removed at the end."""
 
 import dataclasses
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +12,7 @@ from support.ends import KEY
 
 from orchestrate.engines.docker.session import DockerSession
 from orchestrate.errors import EngineError, EngineLost, ResourceError, UsageError
-from orchestrate.host import records, users
+from orchestrate.host import records, users, writable
 from orchestrate.record.paths import JobPaths
 from orchestrate.spec.spec import JobSpec
 
@@ -30,10 +31,10 @@ def spec(job: Job) -> JobSpec:
     return dataclasses.replace(SPEC, services=str(job.folder / "my services.yaml"))
 
 
-def compose(job: Job, *names: str, up: str = "") -> None:
-    """Make Compose list these services, after a warning, and run the script `up` to start them."""
-    listed = "; ".join(f"echo {name}" for name in ("a warning", *names))
-    job.compose(f'case "$*" in *config*) {listed};; *) {up or "true"};; esac')
+def compose(job: Job, *names: str, up: str = "", **facts: Any) -> None:
+    """Make Compose describe these services, after a warning, and run the script `up` to start them."""
+    text = json.dumps({"services": dict.fromkeys(names, facts)}, indent=1)
+    job.compose(f"case \"$*\" in *config*) echo a warning; echo '{text}';; *) {up or 'true'};; esac")
 
 
 def up(job: Job, stops: bool = False) -> DockerSession:
@@ -62,6 +63,28 @@ def test_services_must_be_started_on_the_jobs_network_and_those_that_run_kept(jo
     added = {"labels": {"orchestrate.services": "j"}, "networks": {"orchestrate": {}}}
     networks = {"orchestrate": {"name": "j_job", "external": True}}
     assert yaml.safe_load((job.folder / "given").read_text()) == {"services": {"store": added}, "networks": networks}
+
+
+@pytest.mark.parametrize("where", ["there", "link"])
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"volumes": [{"type": "bind", "source": "PATH", "target": "/html"}]},
+        {"build": {"context": "PATH"}},
+        {"configs": [{"file": "PATH"}]},
+        {"driver_opts": {"device": "PATH"}},
+    ],
+)
+def test_a_service_must_not_see_what_a_job_could_put_in_the_place_of_a_folder(job, where, facts):
+    (job.folder / "cache" / "there").mkdir(parents=True)
+    (job.folder / "cache" / "link").symlink_to(job.folder)
+    writable.note([job.folder / "cache"])
+    compose(job, "store", **json.loads(json.dumps(facts).replace("PATH", f"{job.folder}/cache/{where}")))
+    with pytest.raises(UsageError, match="where a job could put another folder|where a job may have made the link"):
+        up(job)
+    assert "up" not in job.words()
+    compose(job, "store", environment={"file": f"{job.folder}/cache/{where}"}, volumes=[{"source": "/no/folder"}])
+    up(job)
 
 
 @pytest.mark.parametrize("name", ["master", "trainer"])
