@@ -170,4 +170,4 @@ def quoted(text: str) -> str:
 def _escaped(char: str) -> str:
     if char.isprintable() and char not in "\\'":
         return char
-    return "".join(f"\\{byte:03o}" for byte in char.encode())
+    return "".join(f"\\{byte:03o}" for byte in char.encode(errors="surrogateescape"))

@@ -28,6 +28,7 @@ from typing import Any
 from orchestrate.dataclass import dataclass
 from orchestrate.host import owners, private
 from orchestrate.host.processes import myself, named
+from orchestrate.host.users import account
 from orchestrate.node.trees import FOLDER
 
 log = logging.getLogger(__name__)
@@ -200,7 +201,8 @@ def _folders() -> Iterator[tuple[int, int]]:
             folder = os.open(TOP / name, FOLDER)
             try:
                 status = os.fstat(folder)
-                if status.st_uid not in seen and not status.st_mode & 0o022:
+                known = status.st_uid == os.geteuid() or account(status.st_uid)  # one account can have many ids
+                if known and status.st_uid not in seen and not status.st_mode & 0o022:
                     seen.add(status.st_uid)
                     yield folder, status.st_uid
             finally:

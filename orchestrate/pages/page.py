@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 MAX_VALUE = 60  # characters of a metric
 MAX_FAILURES = 100
+MAX_COMMAND = 64 << 10  # characters of a command whose options are listed
 CACHE = "templates"
 SCRIPT = (Path(__file__).parent / "page.js").read_text()
 
@@ -174,7 +175,7 @@ def _facts(run: Run) -> dict[str, str]:
 
 def _arguments(command: str) -> dict[str, str]:
     """Return the options of a command by their names, and the rest of it as `command`."""
-    if " --" not in command:
+    if " --" not in command or len(command) > MAX_COMMAND:  # it is split character by character
         return {"command": command}
     words, found, rest = shlex.split(command)[::-1], dict[str, str](), list[str]()
     while words:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 from orchestrate.files.folder import content
 from orchestrate.host import records
+from orchestrate.node.messages import checks
 from orchestrate.record.outcomes import Stack
 from orchestrate.record.paths import JobPaths
 
@@ -34,7 +35,8 @@ def answer(paths: JobPaths, found: Mapping[int, Stack]) -> None:
 def read(paths: JobPaths) -> dict[int, Stack] | None:
     """Return the stacks of running workers, by rank; None if they have not been written."""
     with contextlib.suppress(OSError, ValueError, TypeError, AttributeError, RecursionError):
-        return {int(rank): Stack(*map(str, row)) for rank, row in json.loads(content(paths.stacks)).items()}
+        checks.limit_values((text := content(paths.stacks)).encode(), checks.MAX_VALUES)
+        return {int(rank): Stack(*map(str, row)) for rank, row in json.loads(text).items()}
     return None
 
 

@@ -23,7 +23,7 @@ from orchestrate.record.recorder import objects
 INTERVALS = ((4 << 20, 0.25), (16 << 20, 2.0), (64 << 20, 30.0))
 RANK = re.compile("[0-9]{1,7}")
 MAX_TIME = 1e11  # seconds since 1970
-MAX_READ = 64 << 20  # last bytes of the file that are read
+MAX_READ, MAX_NOTES = 64 << 20, 1_000_000  # last bytes of the file, and notes of all ranks: of more, some are left out
 
 
 class TimesWriter:
@@ -56,15 +56,26 @@ class Times:
     def __init__(self, path: Path | None = None, ranks: int = 0) -> None:
         """Read the file for that many ranks; without one, no times are known."""
         self.notes: dict[int, list[tuple[int, float]]] = {}  # by rank: offsets and times, the last ones first
+        self.count, self.gap = 0, 0.0  # of all; seconds between two of a rank
         with contextlib.suppress(OSError), regular(path or "") as file:
             for row in (row for line in last(file, MAX_READ) for row in objects([line])):
                 when, read = row.get("time"), row.get("read")
                 if type(when) is float and 0 < when < MAX_TIME and isinstance(read, dict):
                     for rank, offset in read.items():
                         if RANK.fullmatch(rank) and int(rank) < ranks and type(offset) is int:
-                            self.notes.setdefault(int(rank), []).append((offset, when))
+                            self._add(int(rank), offset, when)
         for notes in self.notes.values():
             notes.reverse()
+
+    def _add(self, rank: int, offset: int, when: float) -> None:
+        notes = self.notes.setdefault(rank, [])
+        if not notes or (offset > notes[-1][0] and when >= notes[-1][1] + self.gap):
+            notes.append((offset, when))
+            self.count += 1
+        while self.count > MAX_NOTES and self.gap < MAX_TIME:
+            self.gap = max(2 * self.gap, INTERVALS[0][1])
+            self.notes = {rank: _thinned(known, self.gap) for rank, known in self.notes.items()}
+            self.count = sum(map(len, self.notes.values()))
 
     def at(self, rank: int, offset: int) -> float | None:
         """Return the time, in seconds since 1970, at which the line that begins at `offset` had been read."""
@@ -72,3 +83,12 @@ class Times:
         while notes and notes[-1][0] <= offset:
             notes.pop()
         return notes[-1][1] if notes else None
+
+
+def _thinned(notes: list[tuple[int, float]], gap: float) -> list[tuple[int, float]]:
+    """Return the notes that are at least so many seconds after the one before."""
+    found = notes[:1]
+    for note in notes:
+        if note[1] >= found[-1][1] + gap:
+            found.append(note)
+    return found

@@ -12,13 +12,15 @@ from orchestrate.spec.patterns import flaw
 from orchestrate.spec.values import MAX_PATTERN, TEXT, VARIABLE, Schema, either, kind, list_of, matching
 
 
-@kind(list_of(TEXT))
+@kind(list_of(TEXT, maxItems=requirements.MAX_LINES))
 def packages(value: Any) -> list[str]:
     """Lines of a requirements file, as a list or in one string."""
     lines = value.splitlines() if isinstance(value, str) else value
     meaning = "a list of packages such as lightning or transformers>=4"
     if not isinstance(lines, list) or not all(isinstance(line, str) and line.isprintable() for line in lines):
         raise ValueError(meaning)
+    if len(lines) > requirements.MAX_LINES:
+        raise ValueError(f"a list of at most {requirements.MAX_LINES} packages")
     try:
         return [requirements.checked(line.strip()) for line in lines if line.strip()]
     except ValueError as error:

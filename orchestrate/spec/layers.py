@@ -84,6 +84,7 @@ def _may_be_secret(name: str, value: Any) -> bool:
 def _parsed(layers: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Parse the keys of layers, each on its own, without checking them against each other; raises UsageError."""
     found: dict[str, Any] = {}
+    merged = set[str]()
     for layer in layers:
         if {"nodes", "trainers"} <= layer.keys():
             raise UsageError("nodes and trainers are both set", "set only one of them; nodes includes the master")
@@ -98,13 +99,20 @@ def _parsed(layers: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
                 others = f"hyperparameters.{key} for an option of the script; otherwise one of {', '.join(known)}"
                 hint = "did you mean command?" if key in ("script", "entrypoint") else did_you_mean(key, known)
                 raise UsageError(f"unknown key {quoted(key)}", hint or others)
-            try:
-                parsed = FIELDS[key].metadata["kind"].parse(_decoded(value))
-            except ValueError as error:
-                but = "" if key in QUIET else f", not {quoted(value)}"
-                raise UsageError(f"{key} must be {error}{but}", description(key)) from None
+            parsed = _value(key, value)
             found[key] = found.get(key, {}) | parsed if single else parsed
+            merged |= {key} if single else set()
+    for key in merged:  # entries that are valid alone, but not together
+        _value(key, found[key])
     return found
+
+
+def _value(key: str, value: Any) -> Any:
+    try:
+        return FIELDS[key].metadata["kind"].parse(_decoded(value))
+    except ValueError as error:
+        but = "" if key in QUIET else f", not {quoted(value)}"
+        raise UsageError(f"{key} must be {error}{but}", description(key)) from None
 
 
 def _decoded(value: Any) -> Any:

@@ -49,22 +49,25 @@ def _is_inside(path: Path, folders: tuple[Path, ...]) -> bool:
     return any(Path(os.path.realpath(path)).is_relative_to(folder) for folder in folders)
 
 
-def _read(path: Path, inside: tuple[Path, ...], found: list[str], seen: dict[Path, int]) -> None:
-    """Add the requirements of a file to those that were found, unless it was `seen`, which has the sizes of files."""
+def _read(path: Path, inside: tuple[Path, ...], found: list[str], seen: dict[Path, tuple[int, int]]) -> None:
+    """Add the requirements of a file to those that were found, unless it is in `seen`: characters and lines of each."""
     try:
         real = writable.resolved(str(path))
         if real in seen:
             return
         with ROOT.opened(str(real.parent), mode=ENTER) as folder:
             text = content(real.name, folder)
-        seen[real] = len(text)
-        if sum(seen.values()) > MAX_SIZE:
+        lines = _lines(text)
+        seen[real] = len(text), len(lines)
+        if sum(size for size, _ in seen.values()) > MAX_SIZE:
             raise ValueError(f"the files that include one another are larger than {MAX_SIZE >> 20} MiB")
         if len(seen) > MAX_FILES:
             raise ValueError(f"more than {MAX_FILES} files include one another")
+        if sum(count for _, count in seen.values()) > MAX_LINES:
+            raise ValueError(f"the files that include one another have more than {MAX_LINES} lines")
     except (OSError, ValueError) as error:
         raise UsageError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}", "check the path") from None
-    for number, line in _lines(text):
+    for number, line in lines:
         try:
             if not (include := INCLUDE.fullmatch(line)):
                 found.append(checked(line))
@@ -72,8 +75,6 @@ def _read(path: Path, inside: tuple[Path, ...], found: list[str], seen: dict[Pat
                 raise ValueError(f"{include[1]} is not read: it is outside of {inside[0]}")
             else:
                 _read(path.parent / include[1], inside, found, seen)
-            if len(found) > MAX_LINES:
-                raise ValueError(f"more than {MAX_LINES} lines")
         except ValueError as error:
             raise UsageError(f"{path}:{number}: {error}", "change the line or remove it") from None
 

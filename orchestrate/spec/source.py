@@ -28,7 +28,7 @@ READABLE = 0o022  # umask: nodes may run as another user; the cache itself is pr
 FETCH_TIMEOUT = 600  # seconds
 MAX_FILES, MAX_NAMES = 200_000, 64 << 20  # files of a revision, and bytes of the list with their paths
 MAX_BYTES = 8 << 30  # of its files
-ATTRIBUTES = "* -ident -working-tree-encoding\n"  # which could make files many times larger than that
+ATTRIBUTES = "* -text -eol -ident -working-tree-encoding\n"  # which could make files many times larger than that
 SIZE = re.compile(rb"(?:^|\0)\d+ blob [0-9a-f]+ +(\d+)\t")  # in `git ls-tree --long`
 MAX_ERRORS = 1 << 16  # bytes of git's messages, of which a server sends as many as it likes
 # Only protocols that cannot run programs on this machine, no prompts, and messages in English.

@@ -125,15 +125,9 @@ def key_of(path: str, sha256: str) -> str:
     return f"{FILES}/{'/'.join(names)[:MAX_KEY].rstrip('/')}=sha256-{sha256}"
 
 
-def fits(text: bytes) -> bool:
-    """Whether a manifest's texts take at most `MAX_MANIFEST`: with one emoji, each character of a text takes four."""
-    width = 4 if re.search(rb"\\u[dD]", text) else 2 if re.search(rb"\\u(?!00)", text) else 1
-    return len(text) * width <= MAX_MANIFEST
-
-
 def check(text: bytes, sequence: int, below: str) -> None:
     """Raise StorageError unless a new manifest of the folder `below` can be read: a damaged one would end the copy."""
-    if not fits(text):
+    if checks.memory(text) > MAX_MANIFEST:
         raise StorageError(f"{below} has too many files with long paths to copy")
     try:
         _decoded(text, sequence)
@@ -214,7 +208,7 @@ def intact(store: Store, there: Contents, problems: list[Damaged]) -> Iterator[M
 
 
 def _decoded(text: bytes, sequence: int) -> Manifest:
-    if not text.isascii() or not fits(text):
+    if not text.isascii() or checks.memory(text) > MAX_MANIFEST:
         raise ValueError("it is too large, or not ASCII")
     checks.limit_values(text, MAX_VALUES)
     stored = json.loads(text)

@@ -18,6 +18,7 @@ from orchestrate.files.lines import Lines, last
 from orchestrate.files.paths import CHECKPOINTS, LOGS, METRICS, WORK
 from orchestrate.files.work import Facts, tidy
 from orchestrate.host import records
+from orchestrate.node.messages import checks
 from orchestrate.plan.plan import Placement
 from orchestrate.record import logs
 from orchestrate.record.metrics import MAX_LINE, MAX_METRICS, MAX_ROWS, fold, measurements
@@ -140,7 +141,8 @@ class JobFiles:
         """Return the files that were copied; empty if that is not known."""
         found: dict[str, Facts] = {}
         with contextlib.suppress(OSError, ValueError, RecursionError):
-            data = json.loads(content(self.paths.copied))
+            checks.limit_values((text := content(self.paths.copied)).encode(), checks.MAX_VALUES)
+            data = json.loads(text)
             for path, facts in data.items() if isinstance(data, dict) else ():
                 if isinstance(facts, list) and len(facts) == 2:
                     found[path] = facts[0], facts[1]

@@ -128,6 +128,7 @@ BAD = [
     ("volume", "a/b"),
     ("volume", "/a b"),
     ("max_restarts", -1),
+    ("pip", ["a"] * 10_001),
     ("mounts", [f"a:/m{number}" for number in range(101)]),
     ("data", {f"d{number}": "a" for number in range(101)}),
     ("max_restarts", 1_000_001),

@@ -13,6 +13,7 @@ WHOLE_NUMBER = re.compile(r"[0-9]{1,9}")  # a number in an environment variable
 MAX_NUMBER = 10**9 - 1  # the largest of them
 MAX_NODES, MAX_WORKERS = 10_000, 1024  # of a job, and of each of its nodes
 MAX_VALUES = 1_000_000  # of a file that is read whole
+MAX_TEXT = 64 << 20  # bytes that its texts may take
 VALUE = re.compile(rb'"[^"]*"|[,\[{]')
 STATE = re.compile(r"[A-Za-z]?")  # as in proc(5), or unknown
 Check = Callable[[Any], str]
@@ -31,10 +32,18 @@ def has_more_values(text: bytes, most: int) -> bool:
     return any(count == most for count, _ in enumerate(VALUE.finditer(plain)))
 
 
+def memory(text: bytes) -> int:
+    """Return how many bytes the texts of JSON take at most: with one emoji, each character of a text takes four."""
+    width = 4 if re.search(rb"\\u[dD]", text) else 2 if re.search(rb"\\u(?!00)", text) else 1
+    return len(text) * (width if text.isascii() else 4)
+
+
 def limit_values(text: bytes, most: int) -> None:
-    """Raise ValueError for JSON text that has more values."""
+    """Raise ValueError for JSON text that has more values, or whose texts take more than 64 MiB."""
     if has_more_values(text, most):
         raise ValueError("it has too many values")
+    if len(text) * 4 > MAX_TEXT and memory(text) > MAX_TEXT:
+        raise ValueError("its text takes too much memory")
 
 
 class Refused(ValueError):

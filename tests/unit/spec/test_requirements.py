@@ -65,7 +65,8 @@ def test_a_file_must_be_read_with_the_files_that_it_includes(tmp_path):
         ("a" * (4 << 20) + "\n", "r.txt: the files that include one another are larger than 4 MiB"),
         ("a \\\n" * 300_000 + "\n-e .", "r.txt:300002: -e installs from a local folder"),
         ("-r none.txt", "none.txt: No such file or directory"),
-        ("a\n" * 10_001, "r.txt:10001: more than 10000 lines"),
+        ("a\n" * 10_001, "r.txt: the files that include one another have more than 10000 lines"),
+        ("-r r.txt\n" * 10_001, "r.txt: the files that include one another have more than 10000 lines"),
     ],
 )
 def test_a_line_that_cannot_be_installed_must_be_named(tmp_path, text, error):
