@@ -214,7 +214,14 @@ def add_runs(command: argparse.ArgumentParser) -> None:
 
 
 def name(text: str) -> str:
-    """Check the name of a job or cluster, or its prefix: the characters of new ones, so that none is a path."""
+    """Check the name of a job or cluster, or its prefix: the characters of new ones, so that none is a path.
+
+    A name as it was given to `--name`, such as `lr-0.01`, becomes that of the job: `lr-0-01`.
+    """
+    if re.fullmatch(r"[\w. -]{1,63}", text, re.ASCII):
+        from orchestrate.files.paths import as_name  # only here: --help does not need it
+
+        text = as_name(text)
     if not re.fullmatch("[a-z0-9-]{1,63}", text):
         raise argparse.ArgumentTypeError(f"invalid name {quoted(text)}: use lowercase letters, digits and hyphens")
     return text

@@ -32,6 +32,13 @@ def is_text(value: str) -> bool:
 
 
 SYSTEM = ("/proc", "/sys", "/dev", "/run", "/var/run", "/boot")  # with sockets, devices and kernel interfaces
+
+
+def as_name(text: str) -> str:
+    """Return a text with the characters of names that Docker, DNS and file systems accept."""
+    return re.sub(r"[^a-z0-9]+", "-", text.lower())
+
+
 NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,60}")  # of a job or cluster, as created by `run_dir.new_paths`
 RUNS = "runs"  # folder of the run directories, unless `--runs` names another
 JOB, NODES = "job", "nodes"  # folders that are mounted in nodes: of a job, and of a cluster

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from orchestrate.console import shortened
 from orchestrate.dataclass import dataclass
 from orchestrate.plan.plan import Plan, pluralize
 from orchestrate.record import events
@@ -27,6 +29,8 @@ TROUBLES = {
 }
 MAX_SKIPPED = 100  # files that are listed as not copied
 MAX_RANKS = 8  # ranks listed in a line
+MAX_ERROR = 200  # characters of an exception
+EXCEPTION = r"(?:\[rank\d+\]: )?([\w.]+(?:Error|Exception)\b.*)"  # compiled only for a job that has failed
 MAX_REASON = 1000  # characters of a reason, which may come from a node
 
 
@@ -127,7 +131,7 @@ def text(data: dict[str, Any]) -> str:
     root = data["root_cause"]
     for failure in data["failures"][: -1 if root else None]:
         step = f", at step {failure['step']}" if failure["step"] else ""
-        lines += [f"generation {failure['generation']}: {failure['summary']}{step}"]
+        lines += [f"generation {failure['generation']}: {failure['summary']}{step}{_error(failure)}"]
     if root:
         lines += [f"root cause: {root['summary']}"]
         lines += [f"    {line}" for line in root["last_lines"]]
@@ -153,6 +157,12 @@ def text(data: dict[str, Any]) -> str:
         lines += [f"warning: not all nodes were removed: {data['left_behind']}"]
         lines += [f"hint: python -m orchestrate stop {data['job_id']}"]
     return "\n".join(lines)
+
+
+def _error(failure: dict[str, Any]) -> str:
+    """The exception with which a worker has ended, after a colon; empty if its last lines name none."""
+    named = [match[1] for line in failure["last_lines"] if (match := re.match(EXCEPTION, line))]
+    return f": {shortened(named[-1], MAX_ERROR)}" if named and failure["exit_code"] < 128 else ""
 
 
 def _copy_lines(copy: dict[str, Any]) -> list[str]:

@@ -8,7 +8,6 @@ import errno
 import hashlib
 import json
 import os
-import re
 import secrets
 import stat
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any, NoReturn
 from orchestrate.errors import OrchestrateError, Unsupervised, UsageError
 from orchestrate.files import folder
 from orchestrate.files.folder import content
-from orchestrate.files.paths import JOB
+from orchestrate.files.paths import JOB, as_name
 from orchestrate.host import owners, records, users
 from orchestrate.host.records import Record
 from orchestrate.node.messages import checks
@@ -47,7 +46,7 @@ def slug(spec: JobSpec) -> str:
     module = spec.command[0] == "-m"
     name = spec.name or (spec.command[1] if module else Path(scripts[0] if scripts else spec.command[0]).stem)
     name = "digits" if not spec.name and spec.command == APP else name
-    return re.sub(r"[^a-z0-9]+", "-", name.lower())[:32].strip("-") or "job"
+    return as_name(name)[:32].strip("-") or "job"
 
 
 def create(spec: JobSpec, plan: Plan, paths: JobPaths, held: contextlib.ExitStack | None = None) -> None:

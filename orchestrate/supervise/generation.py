@@ -22,7 +22,7 @@ from orchestrate.supervise.diagnosis.root_cause import (
     find_root_cause,
     is_peer_failure,
 )
-from orchestrate.supervise.diagnosis.tracebacks import before_dump
+from orchestrate.supervise.diagnosis.tracebacks import before_dump, excerpt
 from orchestrate.supervise.isolation_check import WorldCheck
 from orchestrate.supervise.job_files import CONTEXT, LAST_LINES, REMOVED_AFTER
 from orchestrate.supervise.nodes import Nodes
@@ -363,7 +363,8 @@ class Generation:
         lines, context = self.files.last_lines(exit.rank), self.files.last_lines(exit.rank, CONTEXT)
         if what:  # the stacks that we have asked for show nothing more
             context = [*before_dump(context)]
-            lines = context[-LAST_LINES:]
+        if what or lines == context[-LAST_LINES:]:  # else there is a dump of stacks
+            lines = excerpt(context, LAST_LINES)
         log, host = str(self.files.log(exit.rank)), self.nodes.hosts.get(self.plan.workers[exit.rank].node, "")
         return diagnose(self.plan, exit, known, lines, log, host, context, what)
 

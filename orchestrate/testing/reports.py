@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import pytest
-from _pytest._code.code import ReprFileLocation, TerminalRepr
-from _pytest._io import TerminalWriter
+from _pytest._code.code import ReprEntryNative, ReprExceptionInfo, ReprFileLocation, ReprTraceback
 
 from orchestrate import console
 from orchestrate.supervise.diagnosis.root_cause import COMPLAINT
@@ -121,7 +120,7 @@ def _checked(lines: int, report: Any) -> pytest.TestReport:
     text = report.longreprtext
     assert isinstance(text, str)  # it can be shown
     if lines > MAX_LINES:  # pytest takes quadratic time to color some
-        report.longrepr = Explanation(text, crash)
+        report.longrepr = _explanation(text, crash)
     return report
 
 
@@ -253,16 +252,12 @@ def _printed(output: Mapping[int, str]) -> list[tuple[str, str]]:
     return [(f"Captured output of rank {rank}", text) for rank, text in output.items() if text]
 
 
-class Explanation(TerminalRepr):
-    """Why a test has no result of its own, with one line of it for pytest's summary."""
+def _explanation(text: str, crash: ReprFileLocation | None) -> ReprExceptionInfo:
+    """Why a test has failed, as a text in which pytest colors nothing, with one line of it for pytest's summary.
 
-    def __init__(self, text: str, crash: ReprFileLocation | None) -> None:
-        self.text, self.reprcrash = text, crash
-
-    def toterminal(self, tw: TerminalWriter) -> None:
-        """Print the text."""
-        for line in self.text.splitlines():
-            tw.line(line)
+    It has the form of an exception, which pytest-xdist sends on as a whole.
+    """
+    return ReprExceptionInfo(ReprTraceback([ReprEntryNative([f"{text}\n"])], None, "native"), crash)
 
 
 def unfinished(
@@ -283,7 +278,7 @@ def unfinished(
                     item.location,
                     dict.fromkeys(item.keywords, 1),
                     "failed" if failed else "passed",
-                    Explanation(text, crash) if failed else None,
+                    _explanation(text, crash) if failed else None,
                     phase,  # type: ignore[arg-type]
                     sections if failed else (),
                 )

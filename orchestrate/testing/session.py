@@ -174,7 +174,7 @@ class Worlds:
     def _fitting(self, shape: Shape) -> World:
         """Return ranks of this shape, started if they do not run; raises OrchestrateError."""
         if shape in self._errors:
-            raise OrchestrateError(self._errors[shape])
+            raise OrchestrateError(f"{self._errors[shape].splitlines()[0]} (see the first test on these nodes)")
         if self._world and self._shape == shape:
             return self._world
         self._end_world()

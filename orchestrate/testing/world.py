@@ -51,7 +51,10 @@ def inside(folder: Path) -> Iterator[None]:
     except OrchestrateError as error:
         if "above" not in str(error):
             raise
-        raise OrchestrateError(f"{error}\n{messages.getvalue()[-MAX_MESSAGES:]}", error.hint) from None
+        shown = messages.getvalue()[-MAX_MESSAGES:]
+        why = next((line for line in reversed(shown.splitlines()) if line.startswith("ERROR: ")), "see below")
+        what = str(error).replace("see the output above", why)
+        raise OrchestrateError(f"{what}\n{shown}", error.hint) from None
     finally:
         os.chdir(before)
 

@@ -10,6 +10,9 @@ NEAR_END = 12  # lines at the end in which an error must be to be the last one; 
 
 _START = re.compile(rf"{RANK}Traceback \(most recent call last\):")
 _FRAME = re.compile(rf'{RANK}\s+File "')
+_LIBRARY = re.compile(
+    r'File "(?:[^"]*/(?:site-packages|dist-packages|lib/python3\.\d+|orchestrate/node/programs)/|<frozen )'
+)
 _INDENTED = re.compile(rf"{RANK}\s+\S")
 _NAMED = re.compile(rf"{RANK}[\w.]+(Error|Exception)\b")
 _LINK = re.compile(
@@ -43,6 +46,23 @@ def final_errors(lines: Sequence[str]) -> list[str]:
             break
         found.append("\n".join(lines[error : links[-1]]).strip())
     return found
+
+
+def excerpt(lines: Sequence[str], most: int) -> list[str]:
+    """Return the last lines, from the start of a traceback that is longer, without frames of libraries but its last."""
+    starts = [place for place, line in enumerate(lines) if _START.match(line)]
+    error = _last_error(lines, starts)
+    if not starts or error is None or starts[-1] >= len(lines) - most:
+        return [*lines[-most:]]
+    frames = [place for place in range(starts[-1], error) if _FRAME.match(lines[place])]
+    found = [lines[starts[-1]]]
+    for place, following in zip(frames, [*frames[1:], error]):
+        if following == error or not _LIBRARY.search(lines[place]):
+            found += lines[place:following]
+        elif found[-1] != "  ...":
+            found.append("  ...")
+    found += lines[error:]
+    return found if len(found) <= most else [found[0], *found[1 - most :]]
 
 
 def ends_with_error(lines: Sequence[str]) -> bool:

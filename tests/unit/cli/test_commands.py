@@ -32,6 +32,7 @@ from orchestrate.supervise.context import BY_MAX_RUN, BY_USER
         ("a-12", "a-12"),
         ("b", "b-1"),
         ("c-1", "c-1"),
+        ("C_1", "c-1"),  # as it was given to --name
         ("c", "c-2"),  # the running one
         ("a", "a matches 2 jobs"),
         ("d", "no such job: d"),

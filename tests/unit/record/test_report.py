@@ -66,6 +66,25 @@ def test_the_report_of_a_restarted_job_must_list_what_failed():
     ]
 
 
+@pytest.mark.parametrize(
+    ("code", "lines", "shown"),
+    [
+        (1, ["Traceback", "[rank1]: FileNotFoundError: last.new"], ": FileNotFoundError: last.new"),
+        (1, ["torch.OutOfMemoryError: x" * 99, ""], ": torch.OutOfMemoryError: "),
+        (139, ["ValueError: an old one"], ""),
+        (1, ["nothing of the kind"], ""),
+    ],
+)
+def test_an_earlier_failure_must_be_listed_with_its_exception(code, lines, shown):
+    cause = Cause(rank=1, node="n", exit_code=code, cause=Reason.ERROR, summary="it ended", hint="", last_lines=lines)
+    ended = [
+        GenerationResult(generation=0, outcome=Outcome.FAILED, why="", cause=cause),
+        GenerationResult(generation=1, outcome=Outcome.SUCCEEDED, why="finished"),
+    ]
+    line = text(report(PLAN, JobResult(Outcome.SUCCEEDED, "finished"), ended, 3.0, [], [])).splitlines()[1]
+    assert line.startswith(f"generation 0: it ended{shown}") and len(line) < 230 and (shown or line.endswith("ended"))
+
+
 def pace(*rows: object) -> dict:
     return report(PLAN, JobResult(Outcome.SUCCEEDED, "finished"), [], 0.0, [{"rank_seconds": row} for row in rows], [])
 

@@ -14,6 +14,10 @@ def test_an_error_must_contain_the_output_that_it_refers_to(tmp_path, capsys):
             print_message("no such package")
             raise ResourceError(text, "a hint")
         assert ("no such package" in str(failed.value)) == refers and failed.value.hint == "a hint"
+    with pytest.raises(OrchestrateError) as failed, inside(tmp_path):
+        print_message("a line\nERROR: no such package\na hint")
+        raise ResourceError("it failed: see the output above", "")
+    assert str(failed.value).startswith("it failed: ERROR: no such package\n")  # the line of pytest's summary
     assert capsys.readouterr().err == ""
 
 
