@@ -101,13 +101,13 @@ class Worlds:
     def run(self, item: pytest.Item, nextitem: pytest.Item | None) -> list[pytest.TestReport]:
         """Run a test on all ranks; return the reports of its phases."""
         began = time.perf_counter()
-        found = self._reports(item, nextitem)
+        found = self._reports(item, nextitem, began)
         for report in found:
             if report.failed and not report.duration:  # no rank has reported one
                 report.duration = time.perf_counter() - began
         return found
 
-    def _reports(self, item: pytest.Item, nextitem: pytest.Item | None) -> list[pytest.TestReport]:
+    def _reports(self, item: pytest.Item, nextitem: pytest.Item | None, began: float) -> list[pytest.TestReport]:
         try:
             shape = Shape.of(item)
             world = self._fitting(shape)
@@ -118,7 +118,8 @@ class Worlds:
             hint = "it includes the start of the ranks, which a limit in the marker, nodes(…, timeout=…), does not"
             return reports.unfinished(item, f"the ranks did not start in time: {error}\nhint: {hint}", "setup")
         try:
-            return self._run(world, item, self._following(item, nextitem, shape))
+            limit = limit_of(item, time.perf_counter() - began)
+            return self._run(world, item, self._following(item, nextitem, shape), limit)
         except (Broken, OrchestrateError, pytest.fail.Exception) as error:  # the last by pytest-timeout
             self._give_up()
             return reports.unfinished(item, str(error))
@@ -128,8 +129,7 @@ class Worlds:
                 self.config.get_terminal_writer().line(f"\n{text}")
             raise
 
-    def _run(self, world: World, item: pytest.Item, following: str | None) -> list[pytest.TestReport]:
-        limit = self._limit(item)
+    def _run(self, world: World, item: pytest.Item, following: str | None, limit: float) -> list[pytest.TestReport]:
         ran = world.run(item.nodeid, following, limit)
         for rank, each in ran.items():
             if each.error:
@@ -149,8 +149,9 @@ class Worlds:
             return found
         gone = "; ".join(f"rank {rank} exited with code {world.left[rank]} during the test" for rank in left)
         what = ended or gone or f"{reports.named(missing)} did not end within {limit:g} s"
-        theirs = _timeout(item)
-        what += f", of the {theirs:g} s of pytest-timeout" * (not ended and not gone and limit == _shortened(theirs))
+        what += f", of the {_timeout(item):g} s of pytest-timeout" * (
+            not ended and not gone and limit < _own_limit(item)
+        )
         waiting = [rank for rank in missing if rank in stacks or not (ended or rank in left)]
         head, shown = reports.stacks(stacks, waiting) if waiting else ("", "")
         head = "" if crashed else head  # the others wait for a rank that is gone
@@ -276,12 +277,6 @@ class Worlds:
     def _places(self) -> Mapping[str, int]:
         return {item.nodeid: place for place, item in enumerate(self._items)}
 
-    def _limit(self, item: pytest.Item) -> float:
-        """Return the time limit of a test in seconds: its own, or that of pytest-timeout."""
-        marker = item.get_closest_marker("nodes")
-        own = float(marker.kwargs.get("timeout", TIMEOUT)) if marker else TIMEOUT
-        return min(own, _shortened(_timeout(item)) or own)
-
     def _end_world(self) -> None:
         world, self._world = self._world, None
         if world:
@@ -324,9 +319,15 @@ def _timeout(item: pytest.Item) -> float:
     return 0.0
 
 
-def _shortened(limit: float) -> float:
-    """Return the part of pytest-timeout's limit that a test gets."""
-    return limit - min(MARGIN, limit / 2)
+def _own_limit(item: pytest.Item) -> float:
+    marker = item.get_closest_marker("nodes")
+    return float(marker.kwargs.get("timeout", TIMEOUT)) if marker else TIMEOUT
+
+
+def limit_of(item: pytest.Item, used: float) -> float:
+    """Return the time limit of a test in seconds: its own, or most of what is left of pytest-timeout's."""
+    left = _timeout(item) - used
+    return min(_own_limit(item), left - min(MARGIN, left / 2)) if left > 0 else _own_limit(item)
 
 
 def _is_plain(value: Any) -> bool:

@@ -4,7 +4,7 @@ import pytest
 
 from orchestrate.console import print_message
 from orchestrate.errors import OrchestrateError, ResourceError, UsageError
-from orchestrate.testing.session import Shape
+from orchestrate.testing.session import Shape, limit_of
 from orchestrate.testing.world import inside
 
 
@@ -35,3 +35,14 @@ def test_a_wrong_marker_must_be_refused_with_what_to_write(request, marker, erro
     with pytest.raises(UsageError) as raised:
         Shape.of(request.node)
     assert error in str(raised.value) and raised.value.hint.endswith(hint)
+
+
+@pytest.mark.parametrize(
+    ("own", "theirs", "used", "limit"),
+    [(300, 0, 9, 300), (300, 60, 0, 55), (300, 60, 20, 35), (300, 6, 0, 3), (300, 6, 4, 1), (2, 6, 1, 2)],
+)
+def test_a_test_must_end_within_what_is_left_of_pytest_timeout(request, own, theirs, used, limit):
+    """The start of the ranks counts, too; pytest-timeout would end the test without the stacks of the ranks."""
+    request.node.add_marker(pytest.mark.nodes(2, timeout=own), append=False)
+    request.node.add_marker(pytest.mark.timeout(theirs), append=False)
+    assert limit_of(request.node, used) == limit
