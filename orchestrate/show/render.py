@@ -9,6 +9,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from orchestrate.console import called
 from orchestrate.record.metrics import listed
 from orchestrate.record.steps import SHORT
 from orchestrate.show.state import (
@@ -31,6 +32,7 @@ DROPPED = (3, 6, 5, 4, 2)  # what a line leaves out where it does not fit: paces
 LEAST = 12  # characters for metrics
 SPARK = 12  # characters of a sparkline
 NODE = 14  # characters of a rank and its node that are always shown
+HANGING = 20.0  # seconds after which idle workers may hang
 GAP = 2  # columns between two parts of a line
 STYLES = {"failed": "bold red", "stopping": "yellow", "running": "green", "succeeded": "green", "waiting": "dim"}
 
@@ -47,6 +49,10 @@ def picture(view: View, now: float, width: int, height: int, keys: str = "") -> 
     if left := len(ranks) - len(shown):
         parts.append(Text(f"  and {left} more like these", style="dim"))
     parts += [Text(f"  {seconds:7.1f} s  {text}", no_wrap=True, overflow="ellipsis") for seconds, text in view.events]
+    least = min((rank.idle(now) if rank.state == "running" else 0.0 for rank in view.ranks.values()), default=0.0)
+    if least > HANGING:
+        hint = f"all workers are idle: {called()} stacks {view.job_id} shows where each is"
+        parts.append(Text(hint, style="bold yellow", no_wrap=True, overflow="ellipsis"))
     parts.append(Text(keys, style="dim", no_wrap=True, overflow="ellipsis"))
     return Group(*parts)
 

@@ -117,6 +117,15 @@ def test_a_worker_must_not_be_idle_while_another_reports_steps():
     assert [line.split()[0] for line in drawn(state, 40.0) if "idle" in line] == ["0", "1"]
 
 
+def test_a_job_in_which_all_workers_are_idle_must_say_how_to_see_where_they_are():
+    state = view(1)
+    state.measure({"step": 1, "loss": 0.5}, 20.0)
+    for now, hinted in ((30.0, False), (42.0, True)):
+        assert any(line.endswith("stacks digits-4f2a shows where each is") for line in drawn(state, now)) is hinted
+    state.measure({"step": 2, "loss": 0.5}, 50.0)
+    assert not any("shows where" in line for line in drawn(state, 52.0))
+
+
 def test_metrics_of_the_script_must_be_shown():
     state = view(1)
     state.measure(
