@@ -16,9 +16,6 @@ from orchestrate.spec.folders import Mount
 from orchestrate.spec.folders import mounts as wanted_mounts
 from orchestrate.spec.spec import JobSpec
 
-MAX_MASKS = (
-    100_000  # characters in the paths of masks in folders that jobs can write: Linux limits a variable to 128 KiB
-)
 ONLY_DATA = "mount a subfolder that contains only data"
 # Paths in nodes that have another meaning, also in an image of the project.
 TAKEN = (
