@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,11 @@ def layer() -> dict[str, Any]:
     path = Path(folder if os.path.isabs(folder) else os.path.expanduser("~/.config"), *NAME)
     if not path.is_file():
         return {}
+    for each in (path, path.parent):  # a command of `on_event` runs as this account
+        status = each.stat()
+        if status.st_uid not in (0, os.geteuid()) or status.st_mode & stat.S_IWOTH:
+            hint = f"check it, and make it yours: chown {os.geteuid()} {path.parent} {path}"
+            raise UsageError(f"{path} is not used: another account can change {each}", hint)
     found = read_file(path)
     if wrong := [key for key in OF_JOBS if key in found]:
         raise UsageError(f"{path} sets {wrong[0]}, which has no default", "set it in a job file")

@@ -218,7 +218,7 @@ def name(text: str) -> str:
 
     A name as it was given to `--name`, such as `lr-0.01`, becomes that of the job: `lr-0-01`.
     """
-    if re.fullmatch(r"[\w. -]{1,63}", text, re.ASCII):
+    if re.fullmatch(r"[A-Za-z0-9][\w. -]{,62}", text, re.ASCII):
         from orchestrate.files.paths import as_name  # only here: --help does not need it
 
         text = as_name(text)

@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 
 VERSION = 1
 FILES, MANIFESTS = "files", "manifests"
+MAX_SEQUENCE = 10**11  # of twelve digits; a copy makes some thousands a day
 MAX_MANIFEST = 64 << 20  # bytes in memory; enough for MAX_FILES paths of usual length
 MAX_VALUES = 20 * MAX_FILES  # texts, commas and opening brackets in a manifest; each file has fourteen
 MAX_TRIED = 10  # manifests; a copy has two
@@ -91,7 +92,7 @@ class Manifest:
     """A complete set of files, with its number, the job that wrote it and the time, in seconds since the epoch."""
 
     version: int
-    sequence: Annotated[int, checks.up_to(10**12 - 1)]
+    sequence: Annotated[int, checks.up_to(MAX_SEQUENCE)]
     job: Annotated[str, _name]
     writer: Annotated[str, _name]  # unique for each process, so that it recognizes its own manifests
     time: Annotated[float, checks.time]
@@ -142,7 +143,8 @@ def manifest_key(sequence: int) -> str:
 
 def sequences(store: Store) -> set[int]:
     """Return the numbers of all manifests, intact or not; raises StorageError."""
-    return {int(found[1]) for key, _ in store.list(MANIFESTS) if (found := NUMBER.fullmatch(key))}
+    found = {int(match[1]) for key, _ in store.list(MANIFESTS) if (match := NUMBER.fullmatch(key))}
+    return {number for number in found if number <= MAX_SEQUENCE}  # a higher one leaves no number for the next
 
 
 def contents(store: Store) -> Contents:

@@ -320,14 +320,6 @@ def test_xdist_and_coverage_must_work(small):
     assert not [*small.folder.glob(".coverage.*")]
 
 
-def test_the_summary_of_xdist_must_have_one_line_for_a_rank_that_has_ended(small):
-    (small.folder / "test_it.py").write_text(
-        "import os, pytest\n@pytest.mark.nodes(2)\ndef test_x(rank): os._exit(rank)\n"
-    )
-    out = small("-n", "1", CI="true")  # in which pytest shortens nothing
-    assert re.search(r"^FAILED test_it.py::test_x - rank 1 on trainer-1 exited with code 1\n=", out, re.M), out
-
-
 def test_the_action_must_run_tests_and_keep_their_logs_and_results(small):
     action = yaml.safe_load((ROOT / ".github" / "actions" / "test" / "action.yml").read_text())
     results = small.folder / "results"

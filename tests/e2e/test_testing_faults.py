@@ -149,3 +149,9 @@ def test_ranks_that_cannot_start_must_end_and_not_keep_other_tests_from_running(
     suite = Suite(cli, f"{text}\ndef test_plain():\n    pass\n")
     out = suite("--tb=short")
     assert "1 passed, 2 errors" in out and "the result of rank 1 cannot be read" in out, out
+
+
+def test_the_summary_of_xdist_must_have_one_line_for_a_rank_that_has_ended(cli):
+    test = "import os, pytest\n@pytest.mark.nodes(2)\ndef test_x(rank): os._exit(rank)\n"
+    out = Suite(cli, test)("-n", "1", CI="true")  # in which pytest shortens nothing
+    assert "FAILED test_it.py::test_x - rank 1 on trainer-1 exited with code 1\n=" in out, out

@@ -40,6 +40,15 @@ def test_invalid_defaults_must_be_refused_with_their_place(do, configured, text)
     assert code == 2 and "defaults.yaml" in messages[0]
 
 
+@pytest.mark.parametrize("name", ["defaults.yaml", ""])
+def test_defaults_that_another_account_can_change_must_not_be_used(do, configured, tmp_path, name):
+    configured("on_event: 'touch pwned'\n")
+    path = tmp_path / "config" / "orchestrate" / name
+    path.chmod(path.stat().st_mode | 0o002)
+    code, _, messages = do("plan")
+    assert code == 2 and f"defaults.yaml is not used: another account can change {path}" in messages[0]
+
+
 def test_defaults_must_not_come_from_the_current_folder(do, configured, tmp_path, monkeypatch):
     configured("command: none.py\n")
     monkeypatch.chdir(tmp_path)
