@@ -218,13 +218,13 @@ def name(text: str) -> str:
 
     A name as it was given to `--name`, such as `lr-0.01`, becomes that of the job: `lr-0-01`.
     """
-    if re.fullmatch(r"[A-Za-z0-9][\w. -]{,62}", text, re.ASCII):
-        from orchestrate.files.paths import as_name  # only here: --help does not need it
-
-        text = as_name(text)
-    if not re.fullmatch("[a-z0-9-]{1,63}", text):
+    if re.fullmatch("[a-z0-9-]{1,63}", text):
+        return text
+    if not re.fullmatch(r"[A-Za-z0-9][\w. -]{,62}", text, re.ASCII):
         raise argparse.ArgumentTypeError(f"invalid name {quoted(text)}: use lowercase letters, digits and hyphens")
-    return text
+    from orchestrate.files.paths import as_name  # only here: --help does not need it
+
+    return as_name(text)
 
 
 def job(text: str) -> str:
