@@ -209,19 +209,23 @@ def check(folders: dict[str, str]) -> None:
 def missing(masks: str) -> str:
     """Return the first path of `packed` ones at which nothing is mounted, since a link led its mount elsewhere.
 
-    It is empty if each has a mount of its own. All are looked up in one list of mounts: a job can rename folders.
+    It is empty if each has a mount of its own, or has gone together with what it hid. All are looked up in one list of
+    mounts: a job can rename folders.
     """
     if not masks:
         return ""
-    mounts, used = dict[str, str](), set[str]()
-    with open("/proc/self/mountinfo", errors="surrogateescape") as file:
-        for number, _, _, _, path, *_ in map(str.split, file):
-            mounts[re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), path)] = number
-    for path in json.loads(zlib.decompress(binascii.a2b_base64(masks))):
-        if (number := mounts.get(path, "")) in {"", *used}:
-            return str(path)
-        used.add(number)
-    return ""
+    paths = [path.encode() for path in json.loads(zlib.decompress(binascii.a2b_base64(masks)))]
+    known, mounts, elsewhere = {*paths}, dict[bytes, bytes](), False
+    with open("/proc/self/mountinfo", "rb") as file:
+        for line in file:
+            number, _, _, root, where, *_ = line.split(b" ")
+            path = re.sub(rb"\\([0-7]{3})", lambda code: bytes([int(code[1], 8)]), where)
+            mounts[path] = number
+            hides = root == b"/null" or (b" - tmpfs " in line and b"size=4k" in line)  # as a mask of ours
+            elsewhere |= hides and path not in known and not path.startswith((b"/proc/", b"/sys/", b"/dev/"))
+    there = [path for path in paths if path in mounts or elsewhere or os.path.lexists(path)]
+    owners = {mounts.get(path, b""): path for path in there}  # of each mount, the last path
+    return next((os.fsdecode(path) for path in there if path not in mounts or owners[mounts[path]] != path), "")
 
 
 def packed(paths: list[str]) -> str:

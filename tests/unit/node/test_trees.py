@@ -348,5 +348,5 @@ def test_a_mask_must_be_at_its_path_and_not_where_a_link_leads(tmp_path):
     (tmp_path / "link").symlink_to("/proc")
     (tmp_path / "folder").symlink_to("/")
     assert trees.missing("") == trees.missing(trees.packed(["/proc", "/dev/shm"])) == ""
-    for wrong in (str(tmp_path / "link"), str(tmp_path / "folder" / "proc"), str(tmp_path), "/nowhere", "/proc"):
-        assert trees.missing(trees.packed(["/proc", wrong])) == wrong  # the last: each has a mount of its own
+    for wrong in (str(tmp_path / "link"), str(tmp_path / "folder" / "proc"), str(tmp_path)):
+        assert trees.missing(trees.packed(["/proc", wrong])) == wrong
