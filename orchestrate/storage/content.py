@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import BinaryIO
 
 from orchestrate.files.folder import Folder
-from orchestrate.node.messages.checks import shown
 from orchestrate.storage.parallel import Stopped
-from orchestrate.storage.scan import GONE, MAX_PATH, Facts
+from orchestrate.storage.scan import GONE, Facts, named
 
 PIECE = 1 << 20  # bytes per read
 
@@ -92,7 +91,7 @@ class Content:
                 yield last
             last = piece
         if found.hexdigest() != sha256:
-            raise Changed(f"{shown(self.path, MAX_PATH)} changed while it was copied")
+            raise Changed(f"{named(self.path)} changed while it was copied")
         yield last
 
     def all(self) -> Iterator[bytes]:
@@ -105,7 +104,7 @@ class Content:
                 self.moved(self.total)
                 yield piece
             if left or Facts.of(os.fstat(file.fileno())) != self.facts:
-                raise Changed(f"{shown(self.path, MAX_PATH)} changed while it was copied")
+                raise Changed(f"{named(self.path)} changed while it was copied")
 
     @contextlib.contextmanager
     def _open(self) -> Iterator[BinaryIO]:
@@ -113,14 +112,14 @@ class Content:
             file = self.folder.open(self.path)
         except OSError as error:
             if error.errno in GONE:
-                raise Changed(f"{shown(self.path, MAX_PATH)} was removed or replaced before it was copied") from None
-            raise Unreadable(f"{shown(self.path, MAX_PATH)} cannot be read: {error.strerror}") from None
+                raise Changed(f"{named(self.path)} was removed or replaced before it was copied") from None
+            raise Unreadable(f"{named(self.path)} cannot be read: {error.strerror}") from None
         with file:
             # From then on, the next write to memory that is mapped to it changes its times.
             with contextlib.suppress(OSError):
                 os.fsync(file.fileno())
             if Facts.of(os.fstat(file.fileno())) != self.facts:
-                raise Changed(f"{shown(self.path, MAX_PATH)} changed before it was copied")
+                raise Changed(f"{named(self.path)} changed before it was copied")
             yield file
 
     def _read(self, file: BinaryIO, most: int) -> bytes:
@@ -129,4 +128,4 @@ class Content:
         try:
             return file.read(most)
         except OSError as error:
-            raise Unreadable(f"{shown(self.path, MAX_PATH)} cannot be read: {error.strerror}") from None
+            raise Unreadable(f"{named(self.path)} cannot be read: {error.strerror}") from None

@@ -7,12 +7,11 @@ from functools import partial
 
 from orchestrate.errors import StorageError, StorageLost
 from orchestrate.files.folder import Folder
-from orchestrate.node.messages.checks import shown
 from orchestrate.node.ranks import FENCE
 from orchestrate.storage.base import PART, Store
 from orchestrate.storage.content import Content, Progress
 from orchestrate.storage.parallel import each
-from orchestrate.storage.scan import MAX_PATH, Facts, scan
+from orchestrate.storage.scan import Facts, named, scan
 
 RECORD = "orchestrate"  # folder in the output with the report, the events and other files of the run directory
 MAX_FAILURES = 10  # files that the store refuses until the others are not tried
@@ -35,9 +34,9 @@ def upload(
     found.files.pop(FENCE, None)
     for path in [*found.files]:
         if not path.isprintable():  # no key of a store may contain it
-            found.skipped[shown(path, MAX_PATH)] = "its name has characters that cannot be printed"
+            found.skipped[named(path)] = "its name has characters that cannot be printed"
         elif path.partition("/")[0] == RECORD:
-            found.skipped[shown(path, MAX_PATH)] = "its name is that of the record of the job"
+            found.skipped[named(path)] = "its name is that of the record of the job"
         else:
             continue
         del found.files[path]

@@ -80,28 +80,33 @@ def is_sparse(status: os.stat_result, others: int = 0) -> bool:
     return status.st_size > SPARSE * 512 * status.st_blocks and status.st_size + others > HOLLOW
 
 
+def named(path: str) -> str:
+    """A path of a job for display, not shortened: it is masked later."""
+    return shown(path, MAX_PATH)
+
+
 def _take(entry: os.DirEntry[str], path: str, found: Scan, pending: list[str]) -> None:
     try:
         length = len(path.encode())
         status = entry.stat(follow_symlinks=False)
     except UnicodeEncodeError:
-        found.skipped[shown(path, MAX_PATH)] = "its name is not UTF-8"
+        found.skipped[named(path)] = "its name is not UTF-8"
         return
     except FileNotFoundError:
         return
     if stat.S_ISDIR(status.st_mode):
         if path.count("/") + 1 >= MAX_DEPTH:
-            found.skipped[shown(path, MAX_PATH)] = f"more than {MAX_DEPTH} nested folders"
+            found.skipped[named(path)] = f"more than {MAX_DEPTH} nested folders"
         else:
             pending.append(f"{path}/")
     elif not stat.S_ISREG(status.st_mode):
-        found.skipped[shown(path, MAX_PATH)] = "not a regular file"
+        found.skipped[named(path)] = "not a regular file"
     elif length > MAX_PATH:
-        found.skipped[shown(path, MAX_PATH)] = f"its path is longer than {MAX_PATH:,} bytes"
+        found.skipped[named(path)] = f"its path is longer than {MAX_PATH:,} bytes"
     elif status.st_size > MAX_SIZE:
-        found.skipped[shown(path, MAX_PATH)] = f"larger than {MAX_SIZE >> 30} GiB"
+        found.skipped[named(path)] = f"larger than {MAX_SIZE >> 30} GiB"
     elif is_sparse(status, found.sparse):
-        found.skipped[shown(path, MAX_PATH)] = "a sparse file, which has much less content than its size"
+        found.skipped[named(path)] = "a sparse file, which has much less content than its size"
     else:
         found.sparse += status.st_size * (status.st_size > SPARSE * 512 * status.st_blocks)
         found.files[path] = Facts.of(status)
