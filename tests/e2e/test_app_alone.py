@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 from support.mnist import COUNT, write_mnist
+from support.ports import free_port
 from support.repo import ROOT
 from support.training import command, ledger, losses, ok
 
 from app import shards
-from orchestrate.engines.ports import free_port
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.exhaustive)])  # 0: two of the strategies

@@ -217,7 +217,7 @@ def test_an_out_of_memory_child_must_be_distinguished_from_its_worker(cli, docke
 
 @pytest.mark.docker
 def test_a_job_must_wait_for_a_paused_node(cli, docker_engine, nothing_left):
-    job = Background(cli, "docker", "--set", "hang_after=2s", "--", "count.py", "until-asked")
+    job = Background(cli, "docker", "--set", "hang_after=10s", "--", "count.py", "until-asked")
     job.until_step(10, rank=1)
     docker("pause", job.node("trainer-1"))
     assert job.until("node_in_trouble")["trouble"] == "paused"

@@ -11,8 +11,8 @@ from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from orchestrate.engines.ports import free_port
 from support.optional import not_none
+from support.ports import free_port
 
 _forks = multiprocessing.get_context("forkserver")
 _forks.set_forkserver_preload(["app.train", "torch._dynamo", "pytest"])  # including what optimizers and DDP import

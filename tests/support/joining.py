@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from orchestrate.engines.ports import free_port
 from support.optional import not_none
+from support.ports import free_port
 from support.repo import ROOT
 from support.waiting import eventually
 

@@ -24,7 +24,11 @@ def docker_answers() -> bool:
 
 
 def docker(*arguments: str) -> str:
-    return subprocess.run(["docker", *arguments], capture_output=True, text=True, check=True).stdout
+    try:
+        return subprocess.run(["docker", *arguments], capture_output=True, text=True, check=True).stdout
+    except subprocess.CalledProcessError as error:
+        error.add_note(error.stderr)
+        raise
 
 
 def _leads_to(path: Path) -> str:

@@ -7,9 +7,9 @@ import sys
 from typing import TypeVar
 
 from orchestrate.engines.connection import NodeConnection
-from orchestrate.engines.ports import free_port
 from orchestrate.node.messages import protocol
 from support.ends import KEY
+from support.ports import free_port
 from support.repo import ROOT
 from support.waiting import eventually
 

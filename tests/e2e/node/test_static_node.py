@@ -11,11 +11,10 @@ import sys
 import pytest
 from support.ends import KEY
 from support.optional import not_none
+from support.ports import free_port
 from support.processes import descendants, gone
 from support.repo import ROOT
 from support.waiting import eventually
-
-from orchestrate.engines.ports import free_port
 
 NODE = str(ROOT / "orchestrate" / "node")
 

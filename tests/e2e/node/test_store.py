@@ -10,11 +10,10 @@ import sys
 
 import pytest
 from support.agents import PRELOAD, Waiting
+from support.ports import free_port
 from support.processes import descendants, proc
 from support.repo import ROOT
 from support.waiting import eventually
-
-from orchestrate.engines.ports import free_port
 
 NODE = str(ROOT / "orchestrate" / "node")
 CLIENT = """

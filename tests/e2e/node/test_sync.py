@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 from support.ends import KEY
+from support.ports import free_port
 from support.processes import gone
 from support.repo import ROOT
 from support.tcp_node import Node
 
-from orchestrate.engines.ports import free_port
 from orchestrate.engines.swarm import sync as sync_module
 from orchestrate.engines.swarm.last_lines import rescued
 from orchestrate.engines.swarm.sync import FileSync

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from support.manager_stub import StubManager
 from support.plans import HERE, Site, plan
+from support.ports import free_port
 from support.processes import die_with_parent
 from support.repo import ROOT
 from support.waiting import eventually
@@ -20,7 +21,6 @@ from support.waiting import eventually
 from orchestrate.engines import node_clients
 from orchestrate.engines.base import Stop
 from orchestrate.engines.connection import NodeConnection
-from orchestrate.engines.ports import free_port
 from orchestrate.engines.swarm import session as swarm_module
 from orchestrate.engines.swarm.engine import SwarmEngine
 from orchestrate.engines.swarm.objects import SwarmJob

@@ -12,10 +12,10 @@ from typing import Any, cast
 import pytest
 from support.ends import KEY
 from support.optional import not_none
+from support.ports import free_port
 from support.repo import ROOT
 from support.waiting import eventually
 
-from orchestrate.engines.ports import free_port
 from orchestrate.node import agent, lease
 from orchestrate.node.lease import LEASE_TIMEOUT, Lease, answer
 from orchestrate.node.loop import Loop

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from support.object_stores import Trigger, fetched, undeletable
+from support.waiting import eventually
 
 from orchestrate.errors import StorageError
 from orchestrate.files.folder import MAX_DEPTH, Folder
@@ -104,6 +105,18 @@ def test_a_manifest_that_could_not_be_read_must_not_be_written(store, saved, mon
     with pytest.raises(StorageError, match="checkpoints has too many files with long paths to copy"):
         saved.copy(store)
     assert manifests.sequences(store) == {1}
+
+
+def test_files_that_no_manifest_can_name_must_end_a_copy_before_the_first_is_uploaded(store, saved, monkeypatch):
+    monkeypatch.setattr(manifests, "MAX_MANIFEST", 1000)
+    for number in range(5):
+        saved.write(str(number), b"1")
+    mirror = saved.mirror(store)
+    mirror.start()
+    mirror.finish()
+    eventually(lambda: mirror.finished)
+    assert mirror.close(0).error == "checkpoints has too many files with long paths to copy"
+    assert not [*store.list("")]
 
 
 @pytest.mark.parametrize("at", [1, 2], ids=["before the first read", "before the upload"])
