@@ -76,6 +76,10 @@ class StorageBusy(StorageLost):
     """The object store has answered that it is overloaded or fails: its address is right."""
 
 
+class StorageRefused(StorageError):
+    """Files that cannot be copied however often one tries: they are too many, or the store refuses each."""
+
+
 class StorageConflict(StorageError):
     """What is in the way in the object store will not go away: another writer, or a link."""
 

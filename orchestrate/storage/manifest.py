@@ -12,12 +12,12 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
 from typing import Annotated, Any
 
 from orchestrate.dataclass import dataclass
-from orchestrate.errors import StorageError
+from orchestrate.errors import StorageError, StorageRefused
 from orchestrate.files.folder import MAX_DEPTH
 from orchestrate.files.typed import decode, encode
 from orchestrate.node.messages import checks
@@ -31,6 +31,7 @@ VERSION = 1
 FILES, MANIFESTS = "files", "manifests"
 MAX_SEQUENCE = 10**11  # of twelve digits; a copy makes some thousands a day
 MAX_MANIFEST = 64 << 20  # bytes in memory; enough for MAX_FILES paths of usual length
+LEAST = "-" * 240  # what a file has in a manifest besides its path, at least
 MAX_VALUES = 20 * MAX_FILES  # texts, commas and opening brackets in a manifest; each file has fourteen
 MAX_TRIED = 10  # manifests; a copy has two
 MAX_NAME = 255  # bytes of a file's name, as on Linux; characters of the name of a job or process
@@ -126,14 +127,20 @@ def key_of(path: str, sha256: str) -> str:
     return f"{FILES}/{'/'.join(names)[:MAX_KEY].rstrip('/')}=sha256-{sha256}"
 
 
+def check_paths(paths: Iterable[str], below: str) -> None:
+    """Raise StorageRefused for files of the folder `below` that no manifest can name, before they are copied."""
+    if checks.memory(json.dumps(dict.fromkeys(paths, LEAST)).encode()) > MAX_MANIFEST:
+        raise StorageRefused(f"{below} has too many files with long paths to copy")
+
+
 def check(text: bytes, sequence: int, below: str) -> None:
-    """Raise StorageError unless a new manifest of the folder `below` can be read: a damaged one would end the copy."""
+    """Raise StorageRefused unless a new manifest of `below` can be read: a damaged one would end the copy."""
     if checks.memory(text) > MAX_MANIFEST:
-        raise StorageError(f"{below} has too many files with long paths to copy")
+        raise StorageRefused(f"{below} has too many files with long paths to copy")
     try:
         _decoded(text, sequence)
     except ValueError as error:
-        raise StorageError(f"{below} cannot be copied: {error}") from None
+        raise StorageRefused(f"{below} cannot be copied: {error}") from None
 
 
 def manifest_key(sequence: int) -> str:

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 from orchestrate.dataclass import dataclass, replace
-from orchestrate.errors import StorageConflict, StorageError
+from orchestrate.errors import StorageConflict, StorageError, StorageRefused
 from orchestrate.files.folder import Folder
 from orchestrate.node.messages.checks import shown
 from orchestrate.storage import manifest as manifests
@@ -95,7 +95,7 @@ class Mirror:
 
     @property
     def finished(self) -> bool:
-        """Whether the thread has ended, since everything is copied or another process writes to the same place."""
+        """Whether the thread has ended, since everything is copied, or the rest never can be."""
         return self._thread is None or not self._thread.is_alive()
 
     def close(self, timeout: float) -> State:
@@ -130,6 +130,7 @@ class Mirror:
         complete, unreadable = same and now.files == self._copied, list[str]()
         if not complete:
             self._forget(now.files)
+            manifests.check_paths(now.files, self.below)
             entries, unreadable = self._upload(settled, stopped)
             entries += self._previous(now, settled)
             self._commit(tuple(sorted(entries, key=lambda entry: entry.path)))
@@ -304,7 +305,7 @@ class Mirror:
                 return
             except Exception as error:  # also a bug: the copy that exists is still good, and the next round may work
                 self._failed(error)
-                if isinstance(error, StorageConflict):
+                if isinstance(error, StorageConflict) or (final and isinstance(error, StorageRefused)):
                     return
                 delay, retry = retry, min(2 * retry, MAX_RETRY)
             if final:

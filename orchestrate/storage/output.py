@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from orchestrate.errors import StorageError, StorageLost
+from orchestrate.errors import StorageError, StorageLost, StorageRefused
 from orchestrate.files.folder import Folder
 from orchestrate.node.ranks import FENCE
 from orchestrate.storage.base import PART, Store
@@ -17,10 +17,6 @@ RECORD = "orchestrate"  # folder in the output with the report, the events and o
 MAX_FAILURES = 10  # files that the store refuses until the others are not tried
 
 
-class Refused(StorageError):
-    """The store refuses more files than one would try again."""
-
-
 def upload(
     store: Store, folder: Folder, prefix: str, done: set[str], stopped: Callable[[], bool], progress: Progress
 ) -> dict[str, str]:
@@ -28,7 +24,8 @@ def upload(
 
     Adds the paths that are copied to `done`, and leaves out those that are in it, so that a call can continue another;
     `progress` counts them.
-    Raises StorageError once the other files are copied, Refused at once, OSError, and Stopped soon after `stopped()`.
+    Raises StorageError once the other files are copied, StorageRefused at once, OSError, and Stopped soon after
+    `stopped()`.
     """
     found = scan(folder, "")
     found.files.pop(FENCE, None)
@@ -52,7 +49,7 @@ def upload(
         except StorageError as error:
             refused.append(error)
             if len(refused) > MAX_FAILURES:
-                raise Refused(str(error), error.hint) from None
+                raise StorageRefused(str(error), error.hint) from None
         else:
             done.add(path)
             progress.copied(path)

@@ -8,7 +8,7 @@ import stat
 import sys
 
 from orchestrate.dataclass import dataclass, field
-from orchestrate.errors import StorageError
+from orchestrate.errors import StorageRefused
 from orchestrate.files.folder import MAX_DEPTH, Folder
 from orchestrate.node.messages.checks import shown
 from orchestrate.node.trees import hidden
@@ -51,7 +51,7 @@ class Scan:
 def scan(folder: Folder, below: str) -> Scan:
     """Scan a folder below; empty if it does not exist. Follows no links; paths are relative to `below`.
 
-    Raises OSError for a folder that cannot be read, StorageError for too many files: a part must not look complete.
+    Raises OSError for a folder that cannot be read, StorageRefused for too many files: a part must not look complete.
     """
     found, pending, left, names = Scan(), [""], MAX_FILES, 0
     while pending:
@@ -61,13 +61,13 @@ def scan(folder: Folder, below: str) -> Scan:
                 for entry in entries:
                     left -= 1
                     if left < 0:
-                        raise StorageError(f"{below} has more than {MAX_FILES:,} files, which are too many to copy")
+                        raise StorageRefused(f"{below} has more than {MAX_FILES:,} files, which are too many to copy")
                     if hidden(entry.name):
                         continue
                     path = here + entry.name
                     names += sys.getsizeof(path)  # four times the number of characters, if one of them is an emoji
                     if names > MAX_NAMES:
-                        raise StorageError(f"{below} has file names of more than {MAX_NAMES >> 20} MiB")
+                        raise StorageRefused(f"{below} has file names of more than {MAX_NAMES >> 20} MiB")
                     _take(entry, path, found, pending)
         except OSError as error:
             if error.errno not in GONE:

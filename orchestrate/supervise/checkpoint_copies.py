@@ -9,7 +9,7 @@ from pathlib import Path
 
 from orchestrate.clock import Stall
 from orchestrate.console import during, phase, shortened
-from orchestrate.errors import OrchestrateError, StorageConflict, StorageError
+from orchestrate.errors import OrchestrateError, StorageConflict, StorageError, StorageRefused
 from orchestrate.files.folder import MAX_FILE, regular
 from orchestrate.files.paths import CHECKPOINTS
 from orchestrate.record import events
@@ -20,7 +20,7 @@ from orchestrate.spec.spec import JobSpec
 from orchestrate.storage.content import Changed, Progress, Unreadable
 from orchestrate.storage.fetch import restore
 from orchestrate.storage.mirror import Mirror
-from orchestrate.storage.output import RECORD, Refused, upload
+from orchestrate.storage.output import RECORD, upload
 from orchestrate.storage.parallel import Stopped, each, stoppable
 from orchestrate.storage.store import open_store
 from orchestrate.supervise.open_stores import NoCopies
@@ -149,7 +149,7 @@ class StoreCopies(NoCopies):
                     break
                 except Stopped:
                     break
-                except (StorageConflict, Refused) as failure:
+                except (StorageConflict, StorageRefused) as failure:
                     error = failure
                     break
                 except (StorageError, OSError, Changed, Unreadable) as failure:
