@@ -136,7 +136,7 @@ IN_ERRORS = [
         exact=lambda match, plan: (way := missing.as_module(plan)) and f"start the script with {way}",
     ),
     Symptom(
-        r"Requirement '([\w.,<>=!~*\[\] -]+)[^']*' not met",
+        r"Requirement '([\w.,<>=!~*\[\] -]{1,100})[^'\n]{0,100}' not met",
         Reason.SCRIPT,
         r"install it with --pip '\1'",
         "ModuleNotFoundError: Requirement 'requests>=2' not met. HINT: Try running `pip install -U 'requests>=2'`",
