@@ -9,12 +9,13 @@ from __future__ import annotations
 import fnmatch
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from orchestrate.dataclass import dataclass
 from orchestrate.errors import UsageError
 from orchestrate.files.folder import regular
+from orchestrate.files.paths import is_run
 
 NAME = ".dockerignore"
 MAX_FILE, MAX_PATTERNS = 64 << 10, 1000  # bytes; number of patterns
@@ -73,7 +74,11 @@ class Place:
     def inside(self, name: str) -> Place:
         """Return the entry with this name in the folder."""
         reached = ((pattern, pattern.after(states, name)) for pattern, states in self.live)
-        return Place(tuple(one for one in reached if one[1]), f"{self.path}/{name}" if self.path else name)
+        return Place(tuple(one for one in reached if one[1]), self.below(name))
+
+    def below(self, name: str) -> str:
+        """Return the path of the entry with this name in the folder."""
+        return f"{self.path}/{name}" if self.path else name
 
     @property
     def ignored(self) -> bool:
@@ -92,21 +97,27 @@ def top(patterns: tuple[Pattern, ...]) -> Place:
 
 
 class Walk:
-    """A traversal of the code folder with a limited number of comparisons."""
+    """A traversal of the code folder with a limited number of comparisons.
 
-    def __init__(self, code: Path) -> None:
-        self._code, self._left = code, MAX_STEPS
+    It leaves out the paths in `outside` and all run directories: what a job writes there must not reach the limits.
+    """
+
+    def __init__(self, code: Path, outside: Collection[str]) -> None:
+        self._code, self._outside, self._left = code, outside, MAX_STEPS
 
     def inside(self, folder: Place) -> list[tuple[os.DirEntry[str], Place]]:
         """List a folder; raises UsageError if it cannot be read, or matching takes too long."""
         try:
             with os.scandir(self._code / folder.path) as entries:
-                return [(entry, self._next(folder, entry.name)) for entry in entries]
+                found = {folder.below(entry.name): entry for entry in entries}
         except FileNotFoundError:  # removed meanwhile
             return []
         except OSError as error:
             why = f"cannot read the folder {self._code / folder.path}: {error.strerror}"
             raise UsageError(why, f"add it to {NAME}, or make it readable") from None
+        if folder.path and is_run(entry.name for entry in found.values()):
+            return []
+        return [(entry, self._next(folder, entry.name)) for path, entry in found.items() if path not in self._outside]
 
     def _next(self, folder: Place, name: str) -> Place:
         self._left -= folder.steps * (1 + len(name) // SHORT)
@@ -116,14 +127,14 @@ class Walk:
         return folder.inside(name)
 
 
-def ignored(code: Path, but: tuple[str, ...] = ()) -> Iterator[str]:
+def ignored(code: Path, but: tuple[str, ...] = (), outside: Collection[str] = ()) -> Iterator[str]:
     """Yield the paths that .dockerignore excludes: whole folders, unless an exception (`!`) can match something inside.
 
-    Ignores patterns whose last component is in `but`. Raises UsageError if the file or a folder cannot be read, or
-    matching takes too long.
+    Ignores patterns whose last component is in `but`, all that is in the paths in `outside`, and run directories.
+    Raises UsageError if the file or a folder cannot be read, or matching takes too long.
     """
     patterns = read(code, but)
-    waiting, walk = [top(patterns)] if patterns else [], Walk(code)
+    waiting, walk = [top(patterns)] if patterns else [], Walk(code, outside)
     while waiting:
         for entry, place in walk.inside(waiting.pop()):
             folder = entry.is_dir(follow_symlinks=False)
@@ -133,12 +144,14 @@ def ignored(code: Path, but: tuple[str, ...] = ()) -> Iterator[str]:
                 yield place.path
 
 
-def kept(code: Path, but: tuple[str, ...] = ()) -> Iterator[str]:
-    """Yield the paths that .dockerignore does not exclude, without folders, hidden files and names in `but`.
+def kept(code: Path, but: tuple[str, ...] = (), outside: Collection[str] = ()) -> Iterator[str]:
+    """Yield the paths of files that .dockerignore does not exclude.
+
+    Leaves out hidden files and folders, names in `but`, paths in `outside`, and run directories.
 
     Raises UsageError if the file or a folder cannot be read, or matching takes too long.
     """
-    waiting, walk = [top(read(code))], Walk(code)
+    waiting, walk = [top(read(code))], Walk(code, outside)
     while waiting:
         for entry, place in walk.inside(waiting.pop()):
             if entry.name.startswith(".") or entry.name in but:

@@ -104,16 +104,16 @@ def hidden(code: Path, runs: Path, chdir: str = "") -> list[str]:
         raise UsageError(f"{code} contains keys and secrets of jobs, which nodes could read", "use another folder")
     folders = (*paths(runs), *filter(_exists, kept | kernels()))
     jobs = {str(folder.relative_to(code)) for folder in folders if folder.is_relative_to(code)}
-    excluded = sorted(islice(ignored(code, COMPILED), MAX_MASKS + 1))
+    # Without links, since nodes would not find a mask at the end of one.
+    start = os.path.relpath(os.path.realpath(code / chdir), os.path.realpath(code))
+    starts = {"", start} if start.partition("/")[0] != ".." else {""}
+    always = {os.path.normpath(os.path.join(folder, name)) for folder in starts for name in ALWAYS_HIDDEN}
+    excluded = sorted(islice(ignored(code, COMPILED, jobs | always), MAX_MASKS + 1))
     if len(excluded) > MAX_MASKS:
         raise UsageError(
             f".dockerignore excludes more than {MAX_MASKS} files and folders of {code}, which is the limit",
             "exclude their folders instead",
         )
-    # Without links, since nodes would not find a mask at the end of one.
-    start = os.path.relpath(os.path.realpath(code / chdir), os.path.realpath(code))
-    starts = {"", start} if start.partition("/")[0] != ".." else {""}
-    always = {os.path.normpath(os.path.join(folder, name)) for folder in starts for name in ALWAYS_HIDDEN}
     found = {*excluded, *jobs, *(name for name in always if _exists(code / name))}
     masked: list[str] = []
     for name in sorted(found, key=lambda name: name.replace("/", "\0")):  # so that the content of a folder follows it

@@ -21,7 +21,6 @@ from orchestrate.engines.docker.mounts import check_code_folder
 from orchestrate.engines.swarm.sync import OWN
 from orchestrate.errors import EngineError, EngineLost, ResourceError
 from orchestrate.files.folder import ROOT
-from orchestrate.files.paths import is_run
 from orchestrate.files.work import VENV
 from orchestrate.host import records
 from orchestrate.host.mountinfo import paths
@@ -206,22 +205,21 @@ def code_files(folder: Path, runs: Path) -> list[Path]:
 
     @functools.cache
     def closed(parts: tuple[str, ...]) -> bool:
-        """Whether a folder is, or is in, a virtual environment or a run directory."""
+        """Whether a folder is, or is in, a virtual environment."""
         if not parts:
             return False
         names: list[str] = []
         with contextlib.suppress(OSError):  # it has been removed meanwhile
             names = os.listdir(folder.joinpath(*parts))
-        return VENV in names or is_run(names) or closed(parts[:-1])
+        return VENV in names or closed(parts[:-1])
 
     check_code_folder(folder, runs)
     found, size = [], 0
-    secret = [path for path in paths(*records.kept(folder), runs) if path.is_relative_to(folder)]
-    for name in kept(folder, NO_CODE):
-        path, parts = folder / name, Path(name).parts
-        if not os.path.isfile(path) or any(map(path.is_relative_to, secret)):
-            continue
-        if closed(parts[:-1]):
+    secret = {*paths(*records.kept(folder), runs)}
+    outside = {str(path.relative_to(folder)) for path in secret if path.is_relative_to(folder)}
+    for name in kept(folder, NO_CODE, outside):
+        path = folder / name
+        if not os.path.isfile(path) or closed(Path(name).parts[:-1]):
             continue
         found.append(path)
         size += path.stat().st_size

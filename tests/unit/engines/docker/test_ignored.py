@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from orchestrate.engines.docker.ignored import MAX_FILE, MAX_PATTERNS, ignored, kept, read, top
-from orchestrate.engines.docker.mounts import masks
+from orchestrate.engines.docker.mounts import hidden, masks
 from orchestrate.engines.swarm.upload import code_files
 from orchestrate.errors import UsageError
+from orchestrate.node.trees import clear
 
 
 def fits(tmp_path: Path, text: str, path: str) -> bool:
@@ -213,3 +214,37 @@ def test_an_ignored_name_that_is_not_utf_8_must_be_refused(tmp_path):
     (tmp_path / "a\udcff.pem").touch()
     with pytest.raises(UsageError, match=r"cannot hide 'a.udcff.pem': its name is not UTF-8"):
         masks(tmp_path, tmp_path / "runs", "/workspace")
+
+
+def nested(folder: Path) -> None:
+    """A path that is too long to be opened."""
+    here = os.open(folder, os.O_RDONLY)
+    for _ in range(18):
+        os.mkdir("d" * 250, dir_fd=here)
+        inner = os.open("d" * 250, os.O_RDONLY, dir_fd=here)
+        os.close(here)
+        here = inner
+    os.close(here)
+
+
+def many(folder: Path) -> None:
+    """More files than can be hidden, and more names than are compared."""
+    for number in range(100):
+        (folder / f"{number}.pem").touch()
+
+
+@pytest.mark.parametrize("make", [nested, many])
+@pytest.mark.parametrize("run", ["runs/a-1", "elsewhere/a-1"])
+def test_what_a_job_writes_must_not_keep_others_from_starting(tmp_path, monkeypatch, make, run):
+    monkeypatch.setattr("orchestrate.engines.docker.ignored.MAX_STEPS", 200)
+    monkeypatch.setattr("orchestrate.engines.docker.mounts.MAX_MASKS", 50)
+    (tmp_path / ".dockerignore").write_text("**/*.pem")
+    (tmp_path / run / "job").mkdir(parents=True)
+    for name in ("plan.json", "job.yaml", "events.jsonl", "../../train.py"):
+        (tmp_path / run / name).touch()
+    make(tmp_path / run / "job")
+    try:
+        assert hidden(tmp_path, tmp_path / "runs") == ["runs"]
+        assert code_files(tmp_path, tmp_path / "runs") == [tmp_path / "train.py"]
+    finally:
+        clear(str(tmp_path / run))  # pytest cannot remove such paths
