@@ -5,12 +5,13 @@ The record of a job keeps their values (`records.py`): another supervisor needs 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from typing import Any
-from urllib.parse import quote, quote_plus
+from urllib.parse import quote, quote_plus, unquote
 
 from orchestrate.console import clean
 
@@ -18,11 +19,12 @@ HIDDEN = "***"
 SECRET_WORDS = re.compile(
     r"TOKEN|SECRETS?|PASSWORDS?|PASSWD|PASSPHRASES?|PASSCODES?|PASS|SSHPASS|CREDENTIALS?|CREDS|AUTH|AUTHORIZATION"
     r"|COOKIES?|DSN|PATS?|JWT|WEBHOOKS?|BEARER|MNEMONICS?|PGPASS|T?OTP_SEED|SESSION_ID"
-    r"|(API|AUTH|ACCESS|SECRET|MASTER|PRIVATE|ENCRYPTION|SIGNING|SHARED|ACCOUNT|DEPLOY|LICENSE|SSH)KEYS?"
+    r"|(API|AUTH|ACCESS|SECRET|MASTER|PRIVATE|ENCRYPTION|SIGNING|SHARED|ACCOUNT|DEPLOY|LICENSE|SSH)(KEYS?|_KEY)"
     r"|CONNSTR|CONNECTIONSTRINGS?|CONNECTION_STRINGS?"
     r"|\w+(TOKEN|SECRET|PASSWORD|PASSWD|APIKEY)"  # as in PGPASSWORD
 )
 SUFFIXES = {"PW", "PIN"}  # mark a secret at the end of a name: DB_PW, but not PIN_MEMORY
+PLACES = {"PATH", "FILE", "DIR", "NAME"}  # what _KEY_ in the middle of a name belongs to: PRIVATE_KEY_PATH
 # Before PIN, mean that something is pinned: CPU_PIN is not secret.
 PINNED = {"CPU", "CPUS", "CORE", "CORES", "THREAD", "THREADS", "GPU", "NUMA", "IRQ"}
 KEY_FORMATS = {"ID", "V", "B", "BASE", "HEX", "PEM", "DER"}  # may follow KEY: ENCRYPTION_KEY_V2, PRIVATE_KEY_BASE64
@@ -64,7 +66,8 @@ def secret_names(env: Mapping[str, str], named: Collection[str] = ()) -> set[str
     """Variables that hold secrets: those in `named`, those that look like secrets, and those that contain one."""
     found = {name for name, value in env.items() if value and (name in named or is_secret(name, value))}
     texts = {text for name in found for text in _parts(env[name]) if len(text) >= MIN_LENGTH}
-    return found | {name for name, value in env.items() if any(text in value for text in texts)}
+    contained = _search(texts)
+    return found | {name for name, value in env.items() if contained(value)}
 
 
 def redacted(env: Mapping[str, str], named: Collection[str] = ()) -> dict[str, str]:
@@ -140,7 +143,8 @@ def _is_named_secret(name: str, value: str) -> bool:
 def _name_is_secret(name: str, value: str) -> bool:
     """Whether a name marks a secret; `value` tells plural names from counts."""
     words = re.findall(r"[^\W\d_]+", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).upper())
-    if any(map(SECRET_WORDS.fullmatch, [*words, *map("_".join, zip(words, words[1:]))])) or "PWD" in words[1:]:
+    pairs = [] if words[-1:] and words[-1] in PLACES else map("_".join, zip(words, words[1:]))
+    if any(map(SECRET_WORDS.fullmatch, [*words, *pairs])) or "PWD" in words[1:]:
         return True
     if words[-1:] and words[-1] in SUFFIXES and not PINNED & set(words[-2:-1]):
         return True
@@ -163,6 +167,13 @@ def _embedded(value: str) -> list[str]:
     return [*found, *KNOWN_FORMATS.findall(value), *IN_JSON.findall(value)]
 
 
+def _search(texts: Collection[str]) -> Callable[[str], Any]:
+    """A function that tells whether a text contains one of `texts`."""
+    if len(texts) < MANY:
+        return lambda value: any(text in value for text in texts)
+    return re.compile(_any_of([*texts])).search
+
+
 def _any_of(texts: list[str], grouped: int = 3) -> str:
     """A pattern of texts; of many, those with the same first characters are tried together, up to `grouped`."""
     if len(texts) < MANY or not grouped:
@@ -175,9 +186,20 @@ def _any_of(texts: list[str], grouped: int = 3) -> str:
 
 def _parts(value: str) -> set[str]:
     """Parts of a secret that text may contain: the whole value, each line, and the secrets in it; also as displayed."""
-    parts = {value, value.strip(), *value.splitlines(), *_embedded(value)}
+    embedded = _embedded(value)
+    decoded = [text for part in embedded for text in _decoded(part)]
+    parts = {value, value.strip(), *embedded, *(line for text in (value, *decoded) for line in text.splitlines())}
     parts |= {part.encode(errors="surrogateescape").decode(errors="replace") for part in parts}
     return parts | {*map(clean, parts)}
+
+
+def _decoded(part: str) -> Iterator[str]:
+    """What a program has once it has decoded a secret in JSON or in a URL, if that differs."""
+    if "\\" in part:
+        with contextlib.suppress(ValueError):
+            yield json.loads(f'"{part}"')
+    if "%" in part:
+        yield unquote(part)
 
 
 def _forms(part: str) -> set[str]:

@@ -23,6 +23,7 @@ MAX_RULES, MAX_PATTERN = 100, 1000
 SHELL = ("&&", "||", "|", ";", "&", ">", ">>", "<", "2>&1")  # words that only a shell understands
 MAX_CONSTRAINTS, MAX_CONSTRAINT = 100, 500
 
+MAX_VARIABLE = 128 << 10  # bytes of name and value: MAX_ARG_STRLEN of Linux (include/uapi/linux/binfmts.h)
 _WHOLE = r"-?(0|[1-9][0-9]{0,17})"  # Python takes minutes for a million digits
 VISIBLE = r"[^\s\x00-\x1f\x7f-\x9f]"  # neither white space nor a control character
 _DAY = 86400
@@ -152,7 +153,7 @@ def duration(longest: str, most: float) -> Kind:
     {
         "type": "object",
         "propertyNames": {"pattern": f"^{VARIABLE}$", "not": {"enum": sorted(CONTRACT)}},
-        "additionalProperties": {"type": ["string", "number", "boolean"]},
+        "additionalProperties": {"type": ["string", "number", "boolean"], "maxLength": MAX_VARIABLE - len("A=")},
     }
 )
 def env(value: Any) -> dict[str, str]:
@@ -164,6 +165,8 @@ def env(value: Any) -> dict[str, str]:
             raise ValueError(f"a mapping of names to values; {quoted(name)} is not a valid name")
         if not isinstance(content, (str, int, float)):
             raise ValueError(f"a mapping of names to values; the value of {name} is neither text nor a number")
+        if len(f"{name}={content}".encode(errors="replace")) >= MAX_VARIABLE:
+            raise ValueError(f"a mapping of names to values; that of {name} exceeds Linux's {MAX_VARIABLE:,} bytes")
         if name in CONTRACT:
             raise ValueError(f"a mapping without {name}, which the orchestrator sets in every worker")
     return {str(name): str(content) for name, content in value.items()}

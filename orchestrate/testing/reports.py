@@ -78,10 +78,17 @@ def _cleaned(value: Any, hide: Callable[[str], str], depth: int = 0) -> Any:
     """Return what a rank has written without control characters, except those of colors, and without surrogates."""
     assert depth < MAX_DEPTH
     if isinstance(value, str):
-        return hide(console.clean(value, colors=True).encode(errors="replace").decode())
+        return masked(value, hide).encode(errors="replace").decode()
     if isinstance(value, dict):
         return {_cleaned(key, hide): _cleaned(each, hide, depth + 1) for key, each in value.items()}
     return [_cleaned(each, hide, depth + 1) for each in value] if isinstance(value, list) else value
+
+
+def masked(text: str, hide: Callable[[str], str]) -> str:
+    """Text without control characters and secrets; with its colors, but not in lines in which they are in a secret."""
+    lines = hide(console.clean(text, colors=True)).split("\n")
+    plain = map(console.clean, lines)
+    return "\n".join(hidden if (hidden := hide(text)) != text else line for text, line in zip(plain, lines))
 
 
 def _lines(value: Any) -> int:

@@ -22,7 +22,7 @@ from orchestrate.node.messages import checks
 from orchestrate.plan import imports
 from orchestrate.record import run_dir
 from orchestrate.record.events import WorkerEnded
-from orchestrate.testing.reports import Ran
+from orchestrate.testing.reports import Ran, masked
 
 START_LIMIT = 120.0  # seconds in which all ranks must have collected the tests
 PATIENCE = 2.0  # seconds that other ranks get after one has failed: most have failed as well, or wait for it
@@ -191,7 +191,7 @@ class World:
         with contextlib.suppress(OSError), self._job._paths.folder.open(log(rank)) as file:
             first, last = self._logged.get(rank, 0), os.fstat(file.fileno()).st_size - MAX_OUTPUT
             file.seek(max(first, last))
-            text = self._hide(console.clean(file.read(MAX_OUTPUT).decode(errors="replace"), colors=True))
+            text = masked(file.read(MAX_OUTPUT).decode(errors="replace"), self._hide)
             head, _, rest = text.partition("\n")
             if first < last:
                 return f"[the rest is in {self._job._paths.log(rank)}]\n{rest}"

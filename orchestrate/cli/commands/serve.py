@@ -174,6 +174,9 @@ class Site:
         if name not in FILES:
             raise UsageError("no such file")
         try:
+            if name == paths.spec.name:  # the URL of on_event may contain a token
+                spec = run_dir.load_for_display(paths)[0]
+                return spec.to_yaml(spec.mask())
             return content(paths.root / name)
         except OSError:
             raise UsageError("no such file") from None

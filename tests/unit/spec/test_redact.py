@@ -8,7 +8,7 @@ from urllib import parse
 import pytest
 
 from orchestrate.console import clean
-from orchestrate.spec.redact import HIDDEN, Mask, is_secret, redacted
+from orchestrate.spec.redact import HIDDEN, Mask, is_secret, redacted, secret_names
 
 SECRET = (
     "HF_TOKEN token HF_TOKENS TOKEN_2 GITHUB_TOKEN2 CLIENT_SECRET SECRETS SECRET_KEY_BASE DB_PASSWORD PGPASSWORD "
@@ -18,7 +18,8 @@ SECRET = (
     "ENCRYPTION_KEY_V2 AUTHORIZATION SIGNING_KEY_BASE64 SSH_PRIVATE_KEY_B64 PRIVATE_KEY_PEM TS_AUTHKEY ACCESSKEY "
     "SECRETKEY MASTERKEY PASSCODE PASSPHRASES GH_PATS SLACK_WEBHOOK_URL AZURE_STORAGE_CONNECTION_STRING "
     "connectionString DB_CONNSTR MINIO_ACCESSKEY COSMOS_PRIMARY_KEY accountKey AES_KEY_HEX HTTP_AUTHORIZATION "
-    "BEARER BEARER_HEADER PW DB_PW dbPw PIN CARD_PIN OTP_SEED TOTP_SEED MNEMONIC WALLET_MNEMONIC PGPASS SESSION_ID"
+    "BEARER BEARER_HEADER PW DB_PW dbPw PIN CARD_PIN OTP_SEED TOTP_SEED MNEMONIC WALLET_MNEMONIC PGPASS SESSION_ID "
+    "OPENAI_API_KEY_DEV API_KEY_PROD AWS_ACCESS_KEY_PROD PRIVATE_KEY_DATA SIGNING_KEY_OLD"
 )
 PLAIN = (
     "TOKENIZERS_PARALLELISM TOKENIZER KEYBOARD MONKEY KEY_FILE PRIMARY_KEYED AUTHOR PATH PATIENCE PASSES PWD OLDPWD "
@@ -26,7 +27,8 @@ PLAIN = (
     "MAX_TOKENS NUM_TOKENS PRIMARY_KEY_COLUMN NUM_KEYS SORT_KEY SORT_KEYS PARTITION_KEY CACHE_KEY IMAGE_KEY LABEL_KEY "
     "CONNECTION STRING CONNECTION_TIMEOUT MODEL_SIGNATURE SIG PATTERN PASSENGER HOTKEYED "
     "KEYWORDS TOKENIZED KEYFRAMES V B BASE PEM COMPASS_PATH XLA_FLAGS LD_LIBRARY_PATH NCCL_DEBUG BYPASS "
-    "PIN_MEMORY CPU_PIN THREADS_PIN SPIN PINNED SEED RANDOM_SEED SESSION SESSION_NAME PGPASSFILE PW_TEST PGHOST BEAR"
+    "PIN_MEMORY CPU_PIN THREADS_PIN SPIN PINNED SEED RANDOM_SEED SESSION SESSION_NAME PGPASSFILE PW_TEST PGHOST BEAR "
+    "PRIVATE_KEY_PATH API_KEY_FILE SSH_KEY_DIR ACCOUNT_KEY_NAME"
 )
 
 
@@ -162,6 +164,19 @@ def test_a_token_inside_a_value_must_also_be_masked_on_its_own():
 def test_a_password_inside_a_value_must_also_be_masked_on_its_own():
     hide = Mask({"DB": "Server=db;Password=canary-7c1;", "BLOB": "https://a.example.org/x?sv=2024-01-01&sig=canary%3D"})
     assert hide("canary-7c1, canary%3D, 2024-01-01") == f"{HIDDEN}, {HIDDEN}, 2024-01-01"
+
+
+def test_what_programs_decode_of_a_secret_must_also_be_masked():
+    key = {"private_key": "-----BEGIN PRIVATE KEY-----\ncanary-7c1\n-----END PRIVATE KEY-----\n"}
+    hide = Mask({"A": json.dumps(key), "B": "postgres://me:p%40ss%2Fword@host"})
+    for line in (*key["private_key"].splitlines(), "p@ss/word"):
+        assert hide(line) == HIDDEN
+
+
+def test_many_lines_of_secrets_must_be_found_in_many_variables_in_linear_time():
+    """Each line in each variable would take minutes."""
+    env = {"A_TOKEN": "\n".join(f"{line:06x}" for line in range(18_000))} | {f"A{n}": f"x{n}" for n in range(10_000)}
+    assert secret_names(env | {"B": "is 0000ff"}) == {"A_TOKEN", "B"}
 
 
 def test_a_variable_that_the_job_file_declares_secret_must_be_masked():

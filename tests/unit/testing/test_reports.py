@@ -14,6 +14,7 @@ from _pytest._io import TerminalWriter
 from support.optional import not_none
 from support.repo import ROOT
 
+from orchestrate.spec.redact import Mask
 from orchestrate.testing import reports
 
 GOOD = {"reports": [], "errors": [], "port": 1, "hosted": True, "done": True, "time": 1, "warnings": []}
@@ -97,6 +98,7 @@ LIES: list[dict] = [
 ]
 FORGING = """
 import json, pathlib, pytest
+from orchestrate.spec.redact import Mask
 from orchestrate.testing import reports
 
 def pytest_runtest_protocol(item, nextitem):
@@ -190,6 +192,10 @@ def test_control_characters_must_be_removed_except_colors():
     texts = {"longrepr": "\x1b]0;title\x07\x1b[2Ja\r", "sections": [["Captured\x1b[5n", "\x1b[31mred\x1b[0m\b"]]}
     report = reports.read(GOOD | {"reports": [REPORT | texts]}, loaded).reports["call"]
     assert report.longreprtext.removesuffix("\x1b[0m") == "a" and "\x1b[31mred" in report.sections[0][1]
+    hide = Mask({"A_TOKEN": "hunter2000"})
+    texts = {"longrepr": "\x1b[31mhunt\x1b[1mer2000\x1b[0m\n\x1b[31mred\x1b[0m"}
+    hidden = reports.read(GOOD | {"reports": [REPORT | texts]}, loaded, hide).reports["call"].longreprtext
+    assert hidden.startswith("***\n\x1b[31mred")
     assert not {"\a", "\b", "\r"} & {*str(report.longreprtext), *report.sections[0][1]} and "[5n" not in str(report)
 
 
