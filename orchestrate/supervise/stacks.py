@@ -16,7 +16,8 @@ _OUTER = re.compile(
     r'/orchestrate/node/programs/zygote\.py"|/multiprocessing/process\.py", line \d+ in (run|_bootstrap)$'
 )
 _HEAD = re.compile(r"^(?=Stack \()", re.M)
-_LIBRARY = re.compile(r"/(site|dist)-packages/|/lib/python3|^<frozen|/orchestrate/node/programs/zygote\.py$")
+_LIBRARY = re.compile(r"/(site|dist)-packages/|/lib/python3|^<frozen|/orchestrate/node/programs/(zygote|debugger)\.py$")
+_DEBUGGER = re.compile(r"/(pdb|bdb|debugger|pydevd)\.py$")
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class Position:
     inner: str  # the innermost function
     waits: bool  # whether it waits in a collective
     own: bool = True  # whether it is in code of the user
+    debugged: bool = False  # whether it is in a debugger, or waits for one
 
 
 def parse_position(log: str) -> Position | None:
@@ -43,7 +45,8 @@ def position(dump: str) -> Position | None:
         return None
     own = [frame for frame in frames if not _LIBRARY.search(frame[0])] or frames
     file, line, function = own[0]
-    return Position(f"{file}:{line} in {function}", frames[0][2], _waits(frames), own is not frames)
+    debugged = any(_DEBUGGER.search(file) for file, _, _ in frames[:NEAR])
+    return Position(f"{file}:{line} in {function}", frames[0][2], _waits(frames), own is not frames, debugged)
 
 
 def _waits(frames: Sequence[tuple[str, str, str]]) -> bool:

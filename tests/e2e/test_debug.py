@@ -170,6 +170,7 @@ def test_breakpoint_must_wait_for_the_debugger(cli, engine):
     options = ["--engine", engine, "--gpus", "none", "--trainers", "1", *WARM]
     process = cli.start("run", *options, "--", "stops.py")
     name = eventually(lambda: re.search(r"rank 1 waits at \S+stops.py:6 for: .* debug (\S+) --rank 1", logs(cli)))[1]
+    assert re.search(r"^rank 1: in a debugger at \S*stops.py:6 in", cli("stacks", name).stdout, re.M)
     one = Debugger(cli, name, "--rank", "1")
     assert "-> breakpoint()" in one.prompt() and one.ask("p n").startswith("2\n")
     assert one.end("c")[0] == 0

@@ -69,7 +69,7 @@ def _shown(stack: str, whole: bool) -> str:
     if not found:
         return ""
     shown = frames(stack) if whole else folded(frames(stack))
-    return f"{'waiting' if found.waits else 'running'} at {found.where}\n{shown}"
+    return f"{'in a debugger' if found.debugged else 'waiting' if found.waits else 'running'} at {found.where}\n{shown}"
 
 
 def _counted(children: int) -> str:

@@ -92,6 +92,19 @@ def test_of_groups_of_one_size_those_that_wait_must_come_last(show):
     ]
 
 
+def test_a_rank_at_a_breakpoint_must_be_shown_there(show):
+    waits = '  File "/opt/orchestrate/node/programs/debugger.py", line 140 in awaited\n'
+    stops = (
+        '  File "/usr/lib/python3.12/cmd.py", line 130 in cmdloop\n  File "/usr/lib/python3.12/pdb.py", line 5 in _\n'
+    )
+    found = show({0: stack(waits, LOADS, BELOW), 1: stack(stops, LOADS, BELOW)})
+    assert [line for line in found if line.startswith("rank")] == [
+        "rank 0: in a debugger at data.py:41 in load",
+        "rank 1: in a debugger at data.py:41 in load",
+        "ranks 2-7: ended",
+    ]
+
+
 def test_ranks_must_be_selected(show):
     assert show({2: stack(LOADS), 3: stack(WAITS)}, "--ranks", "2,6")[::3] == [
         "rank 2: running at data.py:41 in load",
