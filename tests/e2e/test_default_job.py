@@ -52,7 +52,7 @@ def test_the_default_job_must_resume_from_its_checkpoint_after_a_failure(cli, no
 def test_plain_compose_with_the_nvidia_runtime_must_train(nvidia_runtime, nothing_left, tmp_path):
     compose = ["docker", "compose", "--project-name", f"test-{os.getpid()}"]
     env = {key: value for key, value in os.environ.items() if not key.startswith("NODE_")}
-    env["NODE_COMMAND"] = "-m app.train --epochs 1"  # test_readme.py trains the default job on the cpu profile
+    env["NODE_COMMAND"] = "-m app.train --epochs 2"  # test_documents.py trains the default job on the cpu profile
     try:
         up = [*compose, "up", "--scale", "trainer=3"]
         done = subprocess.run(up, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 from support.agents import IS_FORKED, PRELOAD, Waiting
+from support.repo import ROOT
 from support.waiting import eventually
 
 # A stand-in for torch on a machine with GPUs, where asking for them starts a thread that does not survive a fork.
@@ -45,9 +46,10 @@ USE_CUDA = """
 import os, sys
 from orchestrate.node.programs import zygote
 import torch
-zygote.DEVICES, zygote.UNIFIED = (sys.argv[1],), os.path.realpath(__import__("torch").__file__)
+zygote.DEVICES = (sys.argv[1],)
 if sys.argv[2] == "opens":
-    held = open(zygote.UNIFIED)
+    os.makedirs("dev")
+    held = open("dev/nvidia-uvm", "w")
 if sys.argv[2] == "uses":
     try:
         torch.cuda.device_count()
@@ -69,8 +71,10 @@ print(os.wait()[1] >> 8)
         pytest.param("/", "opens", 1, marks=pytest.mark.exhaustive),
     ],
 )
-def test_cuda_that_was_used_before_a_fork_must_be_detected_if_there_are_gpus(device, does, found):
-    done = subprocess.run([sys.executable, "-c", USE_CUDA, device, does], capture_output=True, text=True, check=True)
+def test_cuda_that_was_used_before_a_fork_must_be_detected_if_there_are_gpus(tmp_path, device, does, found):
+    command = [sys.executable, "-c", USE_CUDA, device, does]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=True)
     assert done.stdout == f"{found}\n"
 
 
