@@ -55,7 +55,8 @@ def current(runs: Path) -> Iterator[Listed]:
         shown.add(state.job_id)
         facts = (state.job_id, state.engine, state.nodes, status, state.paths.root, created_at(state.paths))
         yield Listed(*facts, metrics=_metrics(state.paths))
-        for paths in run_dir.on_cluster(state.paths.root.parent, state.job_id) if state.cluster else ():
+        ours = state.cluster and records.find(state.paths.root)  # another account's folder may be closed
+        for paths in run_dir.on_cluster(state.paths.root.parent, state.job_id) if ours else ():
             if (holder := lock.supervisor(paths)) or not os.path.lexists(paths.report):
                 shown.add(paths.root.name)
                 yield from _supervised(paths, f"{'running' if holder else 'no supervisor,'} on {state.job_id}")

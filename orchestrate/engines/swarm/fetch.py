@@ -7,13 +7,15 @@ import hashlib
 import os
 import stat
 from pathlib import Path
+from typing import BinaryIO
 
 from orchestrate.errors import EngineError
 from orchestrate.files.folder import MAX_DEPTH, Folder
-from orchestrate.node.files import Facts
-from orchestrate.node.trees import opened
+from orchestrate.node.files import PIECE, Facts
+from orchestrate.node.trees import data, opened
 
 NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+MAX_COMPARED = 256 << 20  # bytes: other files wait meanwhile, and a larger file is copied once it has settled
 MAX_PATH = os.pathconf("/", "PC_PATH_MAX")  # bytes of a path, including the terminating null
 
 
@@ -82,10 +84,7 @@ class Fetch:
             except FileNotFoundError:
                 return True
             with there, open(opened(self.temporary, folder=folder), "rb") as here:
-                while piece := there.read(1 << 20):
-                    if here.read(len(piece)) != piece:
-                        return False
-        return True
+                return _begins_with(here, there)
 
     def drop(self) -> None:
         """Remove the hidden file."""
@@ -93,6 +92,20 @@ class Fetch:
             self.file.close()
         with contextlib.suppress(OSError), self.run_dir.opened(self.below) as folder:
             os.unlink(self.temporary, dir_fd=folder)
+
+
+def _begins_with(file: BinaryIO, other: BinaryIO) -> bool:
+    """Whether a file begins with all of another, with the same holes; False if that would take long to find out."""
+    offset, left = 0, MAX_COMPARED
+    while left > 0:
+        start, piece = data(other, offset, PIECE)
+        found = data(file, offset, len(piece) or 1)
+        if not piece:  # the rest is a hole, if there is any
+            return not found[1] or found[0] >= os.fstat(other.fileno()).st_size
+        if found != (start, piece):
+            return False
+        offset, left = start + len(piece), left - len(piece)
+    return False
 
 
 def reachable(run_dir: Folder, path: str) -> bool:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from support.commanded import SPEC, Meanwhile, create, noted, runs_elsewhere, supervised
+from support.other_user import as_user, folder_of_user
 from support.scripted import ALL_WELL
 
 from orchestrate import console
@@ -72,6 +73,20 @@ def test_ps_must_list_jobs_that_have_ended_on_request(do, jobs):
     head, *lines = do("ps", "--all")[1]
     assert head.split()[-2:] == ["RUN", "METRICS"]  # only if a job is elsewhere
     assert {line.split()[0] for line in lines if str(jobs) in line} >= {"new-1", "old-1"} and "/other/far-1" in lines[0]
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="must be root to close a folder to another account")
+def test_a_cluster_in_a_folder_that_this_account_cannot_enter_must_be_listed(do, tmp_path, monkeypatch):
+    tmp_path.chmod(0o700)
+    state = runs_elsewhere(tmp_path / "cluster-1", "cluster-1")
+    do.engine.states = [dataclasses.replace(state, run=state.run.parent / "nodes")]
+    with folder_of_user() as home:
+        monkeypatch.setenv("XDG_STATE_HOME", str(home))
+
+        def check() -> None:
+            assert [row.name for row in listing.current(home)] == ["cluster-1"]
+
+        as_user(check)
 
 
 def test_ps_must_print_json(do, jobs):

@@ -13,8 +13,10 @@ from support.waiting import eventually
 from orchestrate.engines.connection import LARGE
 from orchestrate.engines.swarm import owners
 from orchestrate.engines.swarm import sync as sync_module
+from orchestrate.engines.swarm.fetch import Fetch
 from orchestrate.engines.swarm.sync import STALL_BYTES, STALL_SECONDS, FileSync
 from orchestrate.errors import EngineError
+from orchestrate.files.folder import Folder
 from orchestrate.node.messages import protocol
 
 
@@ -147,3 +149,20 @@ def test_only_one_large_list_must_be_handled_at_a_time(synced, size):
     for name, node in nodes.items():
         node.files = {name: b"1"}
     assert synced(**nodes).catch_up(20) and bool(met) != large
+
+
+@pytest.mark.parametrize(("inside", "kept"), [(b"", True), (b"z", False)])
+def test_a_large_hole_of_a_file_that_grows_must_not_be_read(folder, inside, kept):
+    def fetched(size: int, *pieces: tuple[int, bytes]) -> bool:
+        fetch = Fetch(Folder(folder.parent, folder.name), "big", [size, 1, 5, 0o644], "master")
+        fetch.goes_on([size + 1, 2, 5, 0o644])
+        for offset, data in pieces:
+            fetch.write(data, offset)
+        return fetch.keep()
+
+    end = 1 << 40
+    assert fetched(end + 1, (0, b"1"), (end, b"x"))
+    assert fetched(end + 2, (0, b"1"), *([(1 << 30, inside)] * bool(inside)), (end, b"xy")) is kept
+    with (folder / "big").open("rb") as file:
+        file.seek(end)
+        assert file.read() == (b"xy" if kept else b"x")
