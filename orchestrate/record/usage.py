@@ -51,6 +51,8 @@ def read(paths: JobPaths) -> tuple[float, dict[int, Activity]]:
         checks.limit_values((text := content(paths.usage)).encode(), checks.MAX_VALUES)
         data = json.loads(text)
         rows, written = data["workers"].items(), float(data["time"])
+        if why := next(filter(None, map(checks.doing, data["workers"].values())), ""):
+            raise ValueError(why)
         found = {
             int(rank): Activity(str(row["state"]), float(row["cpu"]), int(row["memory"]), pid=int(row.get("pid", 0)))
             for rank, row in rows

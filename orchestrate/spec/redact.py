@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
+from itertools import groupby
 from typing import Any
 from urllib.parse import quote, quote_plus, unquote
 
@@ -52,6 +54,7 @@ IN_JSON = re.compile(
 )
 MAX_DEPTH = 50  # levels of nested data that are searched; a job may write deeper ones
 MANY = 20  # secrets
+MAX_GROUPS = 40  # levels of groups in a pattern of many secrets
 KEPT = re.compile(r"[\w.~-]+", re.ASCII)  # characters that are the same in JSON, in Python's repr and in a URL
 MARGIN = 128 << 10  # bytes to read beyond a part, so that no secret is cut: Linux limits a variable to them
 MIN_LENGTH = 6  # characters of a secret that is searched for in text; shorter ones are part of too many words
@@ -88,7 +91,7 @@ class Mask:
                 found |= forms
                 probes |= _probes(part, forms)
         self._probes = [*probes]
-        self._pattern = re.compile(_any_of(sorted(found, key=len, reverse=True)) or r"(?!)")  # matches nothing
+        self._pattern = re.compile(_any_of(sorted(found)) or r"(?!)")  # matches nothing
 
     def __call__(self, text: str) -> str:
         """The text with `***` in place of each secret."""
@@ -171,17 +174,20 @@ def _search(texts: Collection[str]) -> Callable[[str], Any]:
     """A function that tells whether a text contains one of `texts`."""
     if len(texts) < MANY:
         return lambda value: any(text in value for text in texts)
-    return re.compile(_any_of([*texts])).search
+    return re.compile(_any_of(sorted(texts))).search
 
 
-def _any_of(texts: list[str], grouped: int = 3) -> str:
-    """A pattern of texts; of many, those with the same first characters are tried together, up to `grouped`."""
-    if len(texts) < MANY or not grouped:
-        return "|".join(map(re.escape, texts))
-    groups: dict[str, list[str]] = {}
-    for text in texts:
-        groups.setdefault(text[:1], []).append(text[1:])
-    return "|".join(f"{re.escape(first)}(?:{_any_of(rest, grouped - 1)})" for first, rest in groups.items())
+def _any_of(texts: list[str], depth: int = MAX_GROUPS) -> str:
+    """A pattern of sorted texts that prefers the longest: what several have in common is compared only once.
+
+    Groups are nested at most `depth` levels deep, as Python compiles a pattern with recursive functions.
+    """
+    if len(texts) < 2 or not depth:
+        return "|".join(map(re.escape, reversed(texts)))
+    common = os.path.commonprefix([texts[0], texts[-1]])
+    rests = [text[len(common) :] for text in texts]
+    groups = [_any_of([*group], depth - 1) for _, group in groupby(filter(None, rests), key=lambda rest: rest[0])]
+    return f"{re.escape(common)}(?:{'|'.join(groups)}){'' if rests[0] else '?'}"
 
 
 def _parts(value: str) -> set[str]:

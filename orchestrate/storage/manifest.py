@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
@@ -233,11 +234,18 @@ def _decoded(text: bytes, sequence: int) -> Manifest:
     # Sorted so that a folder comes just before what is in it. All folders of all paths would take far more memory.
     ordered = sorted(path.replace("/", "\0") for path in paths)
     nested = any(after.startswith(f"{before}\0") for before, after in pairwise(ordered))
+    if len(paths) + sum(_new_folders(before, after) for before, after in pairwise(["", *ordered])) > MAX_FILES:
+        raise ValueError(f"it names more than {MAX_FILES:,} files and folders")
     if manifest.sequence != sequence or len(paths) < len(manifest.files) or nested:
         raise ValueError("its number is wrong, or paths exclude each other")
     if any(entry.key != key_of(entry.path, entry.sha256) for entry in manifest.files):
         raise ValueError("a key does not match its file")
     return manifest
+
+
+def _new_folders(before: str, after: str) -> int:
+    """The number of folders of a path that are not those of the one before it, in a sorted list with NUL for `/`."""
+    return after.count("\0", len(os.path.commonprefix([f"{before}\0", after])))
 
 
 def _checksum(fields: Any) -> str:

@@ -146,6 +146,7 @@ def test_a_supervisor_must_write_only_while_it_is_asked(paths):
         *('{"time": "x", "workers": {}}', "[" * 100_000, '{"time": Infinity, "workers": {}}'),
         *('{"time": 1e18, "workers": {}}', '{"time": 1, "workers": {"0": {"state": "R", "cpu": NaN, "memory": 1}}}'),
         '{"time": 1, "workers": {"0": {"state": "R", "cpu": 1, "memory": Infinity}}}',
+        r'{"time": 1, "workers": {"0": {"pid": 1, "state": "\u001b]0;x\u0007", "cpu": 1, "memory": 1}}}',
     ],
 )
 def test_a_damaged_file_must_count_as_none(paths, content):

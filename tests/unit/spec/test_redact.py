@@ -179,6 +179,14 @@ def test_many_lines_of_secrets_must_be_found_in_many_variables_in_linear_time():
     assert secret_names(env | {"B": "is 0000ff"}) == {"A_TOKEN", "B"}
 
 
+def test_lines_with_a_common_beginning_must_be_looked_for_in_linear_time():
+    """Each line at each place of the text would take half a minute."""
+    lines = ["exp0rt KEY=canary", *(f"export K{line}=canary-{line:04}" for line in range(6_000))]
+    hide = Mask({"A_TOKEN": "\n".join(lines)})
+    assert hide("export K" * 100_000 + lines[7]).endswith("export K***")
+    assert {hide(line) for line in lines} == {HIDDEN}
+
+
 def test_a_variable_that_the_job_file_declares_secret_must_be_masked():
     env = {"PLAN": "canary-7c1", "FLAG": "true", "EMPTY": "", "A": "b"}
     secrets = ("PLAN", "FLAG", "EMPTY")

@@ -122,6 +122,20 @@ def test_a_manifest_with_too_many_files_must_be_refused(store, monkeypatch):
         newest(store)
 
 
+@pytest.mark.parametrize(
+    ("paths", "whole"),
+    [(["a/b/c/1", "a/b/c/2", "a/b/d/3"], True), (["a/b/1", "ab/c/2", "a/b2/3"], False), (["a/b/c/d/e/f/g"], True)],
+)
+def test_a_manifest_with_too_many_folders_must_be_refused(store, monkeypatch, paths, whole):
+    monkeypatch.setattr(manifests, "MAX_FILES", 7)
+    place(store, *map(entry, paths))
+    if whole:
+        assert len(manifests.read(store, 1).files) == len(paths)
+        return
+    with pytest.raises(Damaged, match="it names more than 7 files and folders"):
+        manifests.read(store, 1)
+
+
 @pytest.mark.parametrize("value", ["[]", "{}", "0", '""'])
 def test_a_manifest_of_small_values_must_be_refused_before_it_is_parsed(store, monkeypatch, value):
     monkeypatch.setattr(manifests, "MAX_VALUES", 1000)
