@@ -17,7 +17,7 @@ _OUTER = re.compile(
 )
 _HEAD = re.compile(r"^(?=Stack \()", re.M)
 _LIBRARY = re.compile(r"/(site|dist)-packages/|/lib/python3|^<frozen|/orchestrate/node/programs/(zygote|debugger)\.py$")
-_DEBUGGER = re.compile(r"/(pdb|bdb|debugger|pydevd)\.py$")
+_DEBUGGER = re.compile(r"/(pdb|bdb|pydevd|node/programs/debugger)\.py$")
 
 
 @dataclass(frozen=True)
