@@ -21,7 +21,7 @@ HIDDEN = "***"
 SECRET_WORDS = re.compile(
     r"TOKEN|SECRETS?|PASSWORDS?|PASSWD|PASSPHRASES?|PASSCODES?|PASS|SSHPASS|CREDENTIALS?|CREDS|AUTH|AUTHORIZATION"
     r"|COOKIES?|DSN|PATS?|JWT|WEBHOOKS?|BEARER|MNEMONICS?|PGPASS|T?OTP_SEED|SESSION_ID"
-    r"|(API|AUTH|ACCESS|SECRET|MASTER|PRIVATE|ENCRYPTION|SIGNING|SHARED|ACCOUNT|DEPLOY|LICENSE|SSH)(KEYS?|_KEY)"
+    r"|(API|AUTH|ACCESS|SECRET|MASTER|PRIVATE|ENCRYPTION|SIGNING|SHARED|ACCOUNT|DEPLOY|LICENSE|SSH)KEYS?"
     r"|CONNSTR|CONNECTIONSTRINGS?|CONNECTION_STRINGS?"
     r"|\w+(TOKEN|SECRET|PASSWORD|PASSWD|APIKEY)"  # as in PGPASSWORD
 )
@@ -146,8 +146,9 @@ def _is_named_secret(name: str, value: str) -> bool:
 def _name_is_secret(name: str, value: str) -> bool:
     """Whether a name marks a secret; `value` tells plural names from counts."""
     words = re.findall(r"[^\W\d_]+", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).upper())
-    pairs = [] if words[-1:] and words[-1] in PLACES else map("_".join, zip(words, words[1:]))
-    if any(map(SECRET_WORDS.fullmatch, [*words, *pairs])) or "PWD" in words[1:]:
+    pairs = [f"{one}{two if two == 'KEY' else '_' + two}" for one, two in zip(words, words[1:])]
+    both = words if {*words[-1:]} & PLACES else [*words, *pairs]
+    if any(map(SECRET_WORDS.fullmatch, both)) or "PWD" in words[1:]:
         return True
     if words[-1:] and words[-1] in SUFFIXES and not PINNED & set(words[-2:-1]):
         return True

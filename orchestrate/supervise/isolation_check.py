@@ -23,8 +23,9 @@ SETUP_BYTES = 512
 # before its end, the last samples see nothing on a busy machine.
 MIN_SAMPLED, MIN_CONNECTED = 2.0, 3.0
 _LIGHTNING = (
-    "do not set `devices` and `num_nodes` of the Trainer; for LightningCLI, add --trainer.num_nodes "
-    "'$GROUP_WORLD_SIZE' --trainer.devices '$LOCAL_WORLD_SIZE'; with Fabric, use fabric.setup()"
+    "do not set `devices` and `num_nodes` of the Trainer, or give a script's own options for them '$LOCAL_WORLD_SIZE' "
+    "and '$GROUP_WORLD_SIZE'; for LightningCLI, add --trainer.num_nodes '$GROUP_WORLD_SIZE' --trainer.devices "
+    "'$LOCAL_WORLD_SIZE'; with Fabric, use fabric.setup()"
 )
 HINTS = {  # by package, the first that a script imports
     "lightning": _LIGHTNING,

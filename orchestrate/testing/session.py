@@ -165,7 +165,8 @@ class Worlds:
         last = (error.rstrip().splitlines() or [""])[-1].removeprefix("E").strip()
         text = f"rank {rank} cannot collect the test: {last}\n{error}"
         if "ModuleNotFoundError" in error and self.config.getoption("nodes_engine") != "process":
-            text += f"\nhint: containers have a copy of {self.root}, pytest's root folder; --rootdir names another one"
+            text += "\nhint: containers have the packages of the image, and those of pip=[...] in @pytest.mark.nodes,"
+            text += f" and a copy of {self.root}, pytest's root folder; --rootdir names another one"
         return text
 
     def _read(self, data: Any, hide: Callable[[str], str]) -> reports.Ran:

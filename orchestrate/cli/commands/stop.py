@@ -30,7 +30,7 @@ def add_arguments(parser: Parser) -> None:
 def run(args: Args) -> int:
     """Stop jobs, and verify that nothing of them is left."""
     if args.all == bool(args.job):
-        raise errors.UsageError("name one job, or use --all", "python -m orchestrate ps")
+        raise errors.UsageError("name one job, or use --all", "python -m orchestrate ps; latest is the newest")
     if not args.all:
         return _stop(args)
     failure: errors.OrchestrateError | None = None

@@ -48,7 +48,14 @@ def test_stop_must_end_all_jobs_of_a_folder_and_no_other(do, runs, paths, engine
     assert paths.report.exists() and other.report.exists() and not far.report.exists()
     assert do("stop", "--all") == (0, [], [])
     for words in (["stop"], ["stop", "a-1", "--all"]):
-        assert do(*words) == (2, [], ["error: name one job, or use --all", "hint: python -m orchestrate ps"])
+        assert do(*words) == (
+            2,
+            [],
+            [
+                "error: name one job, or use --all",
+                "hint: python -m orchestrate ps; latest is the newest",
+            ],
+        )
 
 
 def test_stop_must_remove_clusters_whose_program_was_killed(do, runs, engine):
