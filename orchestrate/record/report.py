@@ -18,6 +18,9 @@ from orchestrate.record.metrics import NAMES, PACE, TOTAL, is_number, plain, str
 from orchestrate.record.outcomes import JOB_OUTCOMES, Cause, GenerationResult, JobResult, Outcome
 
 LONG = 5.0  # seconds of preparation that are worth a word
+WORTH = 3.0  # seconds of a generation whose loss is worth a warning
+NO_CHECKPOINTS = "$JOB_DIR/checkpoints is empty: unless the script saves elsewhere"
+SAVED = (".ckpt", ".pt", ".pth", ".safetensors")  # files that may be checkpoints
 STRAGGLER_FACTOR = 2.0  # times the others' median; a worker that takes longer slows them down
 MIN_ROWS = 5  # rows of `rank_seconds` needed for statistics
 # Bytes of a list that a job can fill: all lists together take a fifth of what can be read (`folder.MAX_FILE`).
@@ -146,6 +149,11 @@ def text(data: dict[str, Any]) -> str:
         lines += [f"the workers wrote {pluralize(len(files), 'file')}: {data['working_directory']}"]
     for copy in data["copies"]:
         lines += _copy_lines(copy)
+    worth = any(failure.get("lasted_s", 0.0) > WORTH for failure in data["failures"])
+    if data["generations"] > 1 and worth and not data["checkpoints"]:
+        lines += [f"warning: {NO_CHECKPOINTS}, it started over"]
+        if saved := next((file for file in files if file.endswith(SAVED)), ""):
+            lines += [f"hint: if {saved} is a checkpoint, let the script save it to $JOB_DIR/checkpoints"]
     if advice := data["isolated"]:
         lines += [
             f"warning: the {data['world_size']} workers exchanged no data: if they train, each trained its own model"

@@ -11,14 +11,13 @@ from orchestrate.patience import Abandoned
 from orchestrate.plan.plan import Plan
 from orchestrate.record import events
 from orchestrate.record.outcomes import GenerationResult, JobResult, Outcome
+from orchestrate.record.report import NO_CHECKPOINTS, WORTH
 from orchestrate.spec.patterns import Patterns
 from orchestrate.supervise.context import BY_REQUEUES, BY_USER, JobContext, Over, Requeued
 from orchestrate.supervise.generation import Generation
 from orchestrate.supervise.nodes import Nodes
 from orchestrate.supervise.policy import Decision, decide
 
-WORTH = 3.0  # seconds of a generation whose loss is worth a warning
-STARTS_OVER = "$JOB_DIR/checkpoints is empty: unless the script saves elsewhere, it starts over"
 ABANDONED = "they did not end in time after a request to stop"
 
 
@@ -129,7 +128,7 @@ class Supervisor:
             raise Over(JobResult(Outcome.FAILED, decision.why))
         if not self.warned and self._starts_over():
             self.warned = True
-            self.job.warn(STARTS_OVER)
+            self.job.warn(f"{NO_CHECKPOINTS}, it starts over")
         self.job.go_on()
         if self.job.sleep(decision.delay):
             self.job.go_on()

@@ -64,6 +64,15 @@ def test_the_report_of_a_restarted_job_must_list_what_failed():
         "succeeded: 3 workers, 3.0 s, 2 generations",
         "generation 0: rank 1 was killed, at step 7",
     ]
+    long = [dataclasses.replace(ended[0], lasted=60.0), ended[1]]
+    finished, written = JobResult(Outcome.SUCCEEDED, "finished"), Written(Path("/w"), ["a.txt", "logs/last.ckpt"], True)
+    saved = report(PLAN, finished, long, 3.0, [], [Path("last.pt")], written=written)
+    assert "warning" not in text(saved)
+    assert text(report(PLAN, finished, long, 3.0, [], [], written=written)).splitlines()[2:] == [
+        "the workers wrote 2 files: /w",
+        "warning: $JOB_DIR/checkpoints is empty: unless the script saves elsewhere, it started over",
+        "hint: if logs/last.ckpt is a checkpoint, let the script save it to $JOB_DIR/checkpoints",
+    ]
 
 
 @pytest.mark.parametrize(
