@@ -41,8 +41,7 @@ VALUE = re.compile(
     rf"[ \t]{{0,30}}(?:[=:|│┃][ \t]{{0,30}}|(?<=[ \t])|'[ ]reached[ ])(-?{NUMBER})"
     rf"(?:/({NUMBER}) ?\( {{0,2}}{NUMBER} ?%\)|%)?(?![\w.]|-[a-z])",  # not in `epoch=3-step=40.ckpt`
 )
-# A row of a numbered table, such as Lightning's of layers: their names are not those of the numbers in the next cells.
-NUMBERED, NO_CELLS = re.compile(r"\W*[0-9]+ *[|│┃]"), str.maketrans("|│┃", ";;;")
+CELLS, NO_CELLS = "|│┃", str.maketrans("|│┃", ";;;")  # what is between the cells of a table
 WORDS = ("loss", "acc", "lr", "learning", "perplexity", "ppl", "epoch")  # one of them is in each name of NAMES
 SHORT = {"training": "train", "valid": "val", "validation": "val"}
 # `step 7/90`, `iter 7:`, `Iteration: 7 of 90`; a fraction, a version or a date is not a step
@@ -119,8 +118,7 @@ def _of_dict_at_end(line: str) -> Progress | None:
 def _of_text(line: str) -> Progress | None:
     lower = line.lower()  # searches for words are much faster than those for patterns
     pairs = {}
-    text = lower.translate(NO_CELLS) if NUMBERED.match(lower) else lower
-    for kind, name, value, whole in VALUE.findall(text) if any(word in lower for word in WORDS) else ():
+    for kind, name, value, whole in _values(lower) if any(word in lower for word in WORDS) else ():
         if NAMES.search(name := _name(kind, name)) and not SETTINGS.search(name):
             pairs[name] = float(value) / (float(whole or 1) or 1)
     if [*pairs] == ["epoch"] and not EPOCH.match(lower):  # `resuming from epoch 3`
@@ -131,6 +129,14 @@ def _of_text(line: str) -> Progress | None:
     if "epoch" in lower and (found := EPOCHS_OF.search(lower)):
         return Progress(metrics=pairs, epoch=int(found[1]), epochs=int(found[2]))
     return Progress(metrics=pairs) if pairs else None
+
+
+def _values(line: str) -> list[tuple[str, str, str, str]]:
+    """The matches of `VALUE`; in a row of a numbered table, such as Lightning's of layers, no cell names the next."""
+    cell = line.lstrip(f" {CELLS}")
+    rest = cell.lstrip("0123456789")
+    numbered = len(rest) < len(cell) and rest.lstrip(" ").startswith((*CELLS,))
+    return VALUE.findall(line.translate(NO_CELLS) if numbered else line)
 
 
 def _name(kind: str, name: str) -> str:
