@@ -15,10 +15,10 @@ from typing import Any, cast
 import pytest
 from support.messages import message
 from support.plans import HERE, Site
+from support.ports import free_port
 
 from orchestrate.doctor import checks
 from orchestrate.engines.base import JobState
-from orchestrate.engines.ports import free_port
 from orchestrate.engines.swarm.engine import SwarmEngine
 from orchestrate.engines.swarm.session import SwarmSession
 from orchestrate.errors import EngineError
