@@ -200,7 +200,7 @@ def _rows(paths: JobPaths) -> Iterator[dict[str, Any]]:
 
 
 def _printed(paths: JobPaths, mask: Mask, reader: Reader) -> Iterator[dict[str, Any]]:
-    """Yield the metrics in a log: in lines, and those that change in the states of a progress bar.
+    """Yield the metrics in a log: in lines and full progress bars, and those that change in the other states of a bar.
 
     That is the log of rank 0, or, if the job has no patterns of its own, of the first of some ranks that has any.
     Of logs that take long to search, only the beginning is searched.
@@ -224,7 +224,7 @@ def _printed(paths: JobPaths, mask: Mask, reader: Reader) -> Iterator[dict[str, 
 
 
 def _found(paths: JobPaths, rank: int, mask: Mask, reader: Reader, end: float) -> Iterator[tuple[Printed | None, bool]]:
-    """Yield what a log says, and whether that is one of several states of a progress bar, which repeats its metrics.
+    """Yield what a log says, and whether that is a state of a progress bar on its way, which repeats its metrics.
 
     None is for the start of another generation.
     """
@@ -238,7 +238,7 @@ def _found(paths: JobPaths, rank: int, mask: Mask, reader: Reader, end: float) -
                 if time.thread_time() > end:
                     return
                 if found := reader.parse(state[-MAX_LINE:]):
-                    yield found, found.bar and len(states) > 1
+                    yield found, found.bar and len(states) > 1 and found.fraction != 1
 
 
 def _set(spec: JobSpec, mask: Mask) -> dict[str, str]:

@@ -90,6 +90,7 @@ def test_a_page_that_cannot_be_made_must_be_an_error_that_says_why(paths):
     assert not paths.page.exists()
 
 
+FLAT = [(30, 2), (9, 2), (30, 1), (9, 1), (30, 1)]  # a value that each epoch has at its end
 BAR = " 10%|# | {}/30 [00:01<00:09, 3.00it/s, loss={}]"
 
 
@@ -102,10 +103,18 @@ MINE = {"L": "L: ([0-9.]+)", "step": r"it (\d+)"}
         (MINE, "it 3 L: 2.5\nit 5 L: 1.5", {"L": [(3, 2.5), (5, 1.5)]}, "step"),
         ({}, "step 3 loss 2.5\n", {}, "order in metrics.jsonl"),
         ({}, "\r".join([BAR.format(3, 2), BAR.format(4, 2), BAR.format(1, 1)]), {"loss": [(3, 2), (31, 1)]}, "step"),
+        ({}, "\r".join(BAR.format(*state) for state in FLAT), {"loss": [(30, 2), (60, 1), (90, 1)]}, "step"),
         ({}, "step 1/3 loss 2\nstep 2/3 loss 1\nstep 3/3 loss 1\n", {"loss": [(1, 2), (2, 1), (3, 1)]}, "step"),
         ({}, "{'hunter2000': 2}\n{'hunter2000': 1}\n\xff", {"***": [(1, 2), (2, 1)]}, "order in the log"),
     ],
-    ids=["patterns of the job", "a single point", "the states of a bar", "a flat end", "a secret"],
+    ids=[
+        "patterns of the job",
+        "a single point",
+        "the states of a bar",
+        "a bar with a flat end",
+        "a flat end",
+        "a secret",
+    ],
 )
 def test_curves_of_a_script_that_only_prints_must_be_those_of_its_output(paths, patterns, log, curves, axis):
     spec = dataclasses.replace(SPEC, metrics=patterns)

@@ -13,6 +13,8 @@ from orchestrate.pages.job import Run
 from orchestrate.pages.page import page
 from orchestrate.pages.spans import Moment, Span
 
+ALONE = "the workers exchanged no data; if they train, each trained its own model"
+
 
 def failure(number: int) -> dict[str, Any]:
     lines = ["first", "<last>"]
@@ -22,7 +24,7 @@ def failure(number: int) -> dict[str, Any]:
 REPORT = {
     **{"outcome": "failed", "reason": "max_restarts is 1", "world_size": 2, "generations": 2, "duration_s": 7.0},
     **{"engine": "docker", "code": "/code", "commit": "0123456789abcdef", "dirty": True, "torch": ["2.9.1", "<b>"]},
-    **{"root_cause": failure(2), "failures": [failure(1), failure(2)], "isolated": "Use <DDP>."},
+    **{"root_cause": failure(2), "failures": [failure(1), failure(2)], "isolated": "use `<DDP>`"},
     **{
         "final_metrics": {"loss": 0.123456, "<i>": ["<u>"], "total_steps": 9},
         "exchanged_bytes": [4096 * 15, 4096 * 15],
@@ -63,7 +65,7 @@ def test_the_page_of_a_job_must_show_all_that_is_known_about_it():
     assert words(html) == (
         "a-1: failed a-1 failed (max_restarts is 1): 2 workers, 2 min 0 s, 2 generations "
         "Root cause rank 2 <failed> , at step 20 first <last> a hint "
-        "The workers exchanged no data: if they train, each trained its own model. Use <DDP>. "
+        "The workers exchanged no data: if they train, each trained its own model use <DDP> "
         "duration 2 min 0 s goodput 28 % loss 0.12346 "
         'Metrics loss <b> metric last value loss 0.12346 <i> ["<u>"] Time Goodput: the script ran for 28 % of the '
         "time, not counting repeated steps, saving and waiting. ▾ ▾ ▼ from to phase generation ended by "
@@ -121,6 +123,7 @@ def test_changes_that_are_not_committed_must_be_linked_if_they_are_known():
 def test_what_is_known_must_be_shown_also_if_it_is_not_all():
     assert "Workers Each worker sends" in words(page([but(pace=[])], [""]))
     assert "Workers Seconds per step" in words(page([but(exchanged_bytes=[])], [""]))
+    assert "<code>&lt;DDP&gt;</code>" in page([RUN], [""])
     assert "In all jobs goodput 28 %" in words(page([dataclasses.replace(RUN, curves={})] * 2, [""] * 2))
 
 
@@ -140,7 +143,13 @@ def test_what_workers_exchange_in_a_step_must_be_left_out_if_it_is_not_clear(run
 
 def test_a_comparison_must_show_each_job_and_first_what_differs():
     facts: dict[str, Any] = {"outcome": "succeeded", "root_cause": None, "world_size": 3, "generations": 1}
-    facts |= {"commit": "", "dirty": False, "final_metrics": {"loss": 0.123456, "acc": [1, 2]}, "engine": "process"}
+    facts |= {
+        "commit": "",
+        "dirty": False,
+        "isolated": "",
+        "final_metrics": {"loss": 0.123456, "acc": [1, 2]},
+        "engine": "process",
+    }
     first = dataclasses.replace(RUN, settings={"image": "x:1", "trainers": "1"})
     other = dataclasses.replace(
         but(**facts), name="b-2", spans=[], axis="step", curves={"loss <b>": [(1, 3.0), (2, 2.0)]}
@@ -153,7 +162,7 @@ def test_a_comparison_must_show_each_job_and_first_what_differs():
         'a-1 failed 2 min 0 s ["<u>"] – 28 % 2 2 0123456789ab and changes docker: 8 cores 1 '
         "b-2 succeeded 7.0 s – [1, 2] – 3 1 – process: 8 cores – "
         'c-3 failed 2 min 0 s ["<u>"] – 28 % 2 2 0123456789ab and changes docker: 8 cores 1 '
-        "a-1 : rank 2 <failed> c-3 : rank 2 <failed> Metrics loss <b> "
+        f"a-1 : rank 2 <failed> c-3 : rank 2 <failed> a-1 : {ALONE} c-3 : {ALONE} Metrics loss <b> "
         f"In all jobs image x:1 command -m app <x> loss 0.12346 orchestrate {__version__}"
     )
     assert Page(html).references() == {"./", "a/", "c"}
