@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -59,27 +58,15 @@ def of_plan(spec: JobSpec, plan: Plan) -> Engine:
     return select_engine(dataclasses.replace(spec, engine=plan.engine))
 
 
-@contextlib.contextmanager
-def sdk() -> Iterator[None]:
-    """Import modules that need Docker's SDK, which takes half a second; raises ResourceError if it is missing."""
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        if error.name not in ("docker", "requests"):
-            raise
-        hint = f"install it ({sys.executable} -m pip install docker)"
-        raise ResourceError(f"the Python package {error.name} is missing", hint) from None
-
-
 def _docker() -> Engine:
-    with sdk():
-        from orchestrate.engines.docker.engine import DockerEngine
+    from orchestrate.engines.docker.engine import DockerEngine
+
     return DockerEngine()
 
 
 def _swarm() -> Engine:
-    with sdk():
-        from orchestrate.engines.swarm.engine import SwarmEngine
+    from orchestrate.engines.swarm.engine import SwarmEngine
+
     return SwarmEngine()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import functools
 import hashlib
 import json
 import os
@@ -186,7 +187,7 @@ def _read(paths: JobPaths, record: Record | None) -> tuple[JobSpec, Plan]:
         texts = {paths.spec: strict_yaml.read(paths.spec), paths.plan: content(paths.plan)}
         env = {f"env.{name}": value for name, value in hidden.items() if not name.startswith(FILE)}
         contents = {name.removeprefix(FILE): value for name, value in hidden.items() if name.startswith(FILE)}
-        spec = dataclasses.replace(resolve(layer(texts[paths.spec], paths.spec), env), contents=contents)
+        spec = dataclasses.replace(resolve(_layer(texts[paths.spec], paths.spec), env), contents=contents)
         plan = read_plan(texts[paths.plan], spec.env)
         if plan.job_id != paths.root.name:
             raise ValueError(f"its plan belongs to {plan.job_id!r}")
@@ -206,6 +207,9 @@ def _read(paths: JobPaths, record: Record | None) -> tuple[JobSpec, Plan]:
         raise UsageError(
             f"{paths.root} does not contain a job that can continue: {error}", "start the job again"
         ) from None
+
+
+_layer = functools.lru_cache(maxsize=4)(layer)  # a command reads its job several times
 
 
 def keep_changes(spec: JobSpec, plan: Plan, paths: JobPaths) -> None:

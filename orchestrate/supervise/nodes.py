@@ -72,7 +72,7 @@ class Nodes:
             alive = self.job.session.alive()
             return {node: host for node, host in alive.items() if node in left}, ""  # without one that is already back
         try:
-            self._try_up(wanted, 1 if first else MAX_ATTEMPTS)
+            return self._try_up(wanted, 1 if first else MAX_ATTEMPTS), ""
         except EngineLost:
             raise
         except EngineError as failure:
@@ -80,7 +80,6 @@ class Nodes:
                 raise
             self.rejoin_at = self.job.clock.monotonic() + self.rejoin_delay
             return self.job.session.alive(), str(failure)
-        return self.job.session.alive(), ""
 
     def are_back(self) -> bool:
         """Whether a missing node is back; at intervals, starts an attempt to bring it back in the background."""
@@ -109,15 +108,15 @@ class Nodes:
             self.rejoining.exception()
             self.rejoining = None
 
-    def _try_up(self, wanted: Plan, tries: int) -> None:
-        """Start the nodes, in up to `tries` attempts, since an old node may still be shutting down."""
+    def _try_up(self, wanted: Plan, tries: int) -> dict[str, str]:
+        """Start the nodes, in up to `tries` attempts, since an old node may still be shutting down; return all."""
         while True:
             try:
                 self.job.retry(lambda: self._up(wanted), EngineLost, events.EngineLost)
-                alive = len(self.job.session.alive())
-                if alive >= len(wanted.nodes):
-                    return
-                raise EngineError(f"{alive} of {len(wanted.nodes)} nodes are running")
+                alive = self.job.session.alive()
+                if len(alive) >= len(wanted.nodes):
+                    return alive
+                raise EngineError(f"{len(alive)} of {len(wanted.nodes)} nodes are running")
             except (EngineLost, AllocationLost):
                 raise
             except EngineError:

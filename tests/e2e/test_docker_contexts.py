@@ -6,7 +6,7 @@ import certifi
 import pytest
 from support.contexts import CASES, assert_tls_refused, configure
 
-from orchestrate.engines.docker.address import TLS, address
+from orchestrate.engines.docker.api import TLS, address
 
 
 @pytest.mark.docker

@@ -16,8 +16,13 @@ LIMITS = {
     "logs": {"calls": 198_000, "modules": 252, "opened files": 170, "programs": 0},
     "run": {"calls": 415_000, "modules": 365, "opened files": 555, "programs": 5},  # local processes
 }
+IN_CONTAINERS = {"calls": 550_000, "modules": 430, "opened files": 830, "programs": 2, "requests": 40}
 SCRIPT = "import sys\nfor i in range(int(sys.argv[1])):\n    print('line', i)\n"
 RUN = ("run", "--engine", "process", "--trainers", "1", "--quiet")
+OF_311 = pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="the limits are those of Python 3.11")
+WITHOUT_GPUS = pytest.mark.skipif(
+    shutil.which("nvidia-smi") is not None, reason="the limits are those of a machine without GPUs"
+)
 
 
 @pytest.fixture(scope="module")
@@ -56,9 +61,23 @@ def least(cli: Cli, command: list[str], limits: dict[str, int]) -> dict[str, int
     return lowest
 
 
-@pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="the limits are those of Python 3.11")
-@pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="the limits are those of a machine without GPUs")
+@OF_311
+@WITHOUT_GPUS
 @pytest.mark.parametrize(("command", "what"), [(command, what) for command in LIMITS for what in LIMITS[command]])
 def test_a_command_must_not_cost_more_than_before(measured, command, what):
     limit = LIMITS[command][what]
     assert (1 - ROOM) * limit <= measured[command][what] <= limit
+
+
+@OF_311
+@WITHOUT_GPUS
+@pytest.mark.docker
+def test_a_job_in_containers_must_not_cost_more_than_before(docker_engine, tmp_path):
+    """Docker's SDK, for example, takes a tenth of a second to import."""
+    cli = Cli(tmp_path)
+    (tmp_path / "steps.py").write_text(SCRIPT)
+    found = least(cli, ["run", "--engine", "docker", *RUN[3:], "--", "steps.py", "10"], IN_CONTAINERS)
+    over = {
+        what: found[what] for what, limit in IN_CONTAINERS.items() if not (1 - ROOM) * limit <= found[what] <= limit
+    }
+    assert not over

@@ -57,6 +57,7 @@ class Answers:
         self.replies: dict[str, Any] = {}  # content of answers by request, instead of the made-up ones
         self.cut_off: set[str] = set()  # requests whose answers end too early
         self.on_request: Callable[[str], None] = lambda request: None  # called with each request
+        self.on_stream: Callable[[str], None] = lambda request: None  # called before events are sent
         self.at_once = b""  # what an exec writes together with the answer to its start
         self.speaks: Callable[[socket], None] = lambda connection: None  # what an exec does with its connection
         self.asked: list[tuple[str, dict[str, str], Any]] = []  # method and path, query, body
@@ -236,6 +237,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def stream(self, request: str, query: dict[str, str]) -> None:
         self.engine.asked.append((request, query, None))
+        self.engine.on_stream(request)
         self.send_response(200)
         self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
@@ -277,7 +279,7 @@ class Job:
             for connection in session.clients.connections.values():
                 connection.close()
         for engine in self.made:
-            engine.daemon.client.close()
+            close(engine.daemon)
         self.answers.close()
 
     def engine(self) -> DockerEngine:
@@ -335,6 +337,12 @@ class Job:
         self.answers.events.put({**event, "Actor": {"ID": node["Id"], "Attributes": labels}})
 
 
+def close(daemon: Daemon) -> None:
+    """Close the connections of the SDK, if it was used."""
+    if "client" in vars(daemon):
+        daemon.client.close()
+
+
 @pytest.fixture
 def answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Answers]:
     """The engine that the user's `docker` command talks to."""
@@ -350,4 +358,4 @@ def daemon(answers: Answers) -> Iterator[Daemon]:
     """Our client of that engine."""
     instance = Daemon()
     yield instance
-    instance.client.close()
+    close(instance)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrate.engines.docker.address import SOCKET, TLS, address
+from orchestrate.engines.docker.api import SOCKET, TLS, address
 from orchestrate.errors import EngineError
 
 NAMES = ("DOCKER_HOST", "DOCKER_CONTEXT")

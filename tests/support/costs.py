@@ -11,7 +11,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-COUNTED = {"call": "calls", "c_call": "calls", "open": "opened files", "subprocess.Popen": "programs"}
+COUNTED = {
+    **{"call": "calls", "c_call": "calls", "open": "opened files", "subprocess.Popen": "programs"},
+    "http.client.send": "requests",  # without their content, which is sent after the head
+}
 
 
 def main(file: str, *arguments: str) -> None:
@@ -24,7 +27,8 @@ def main(file: str, *arguments: str) -> None:
 
     def audited(event: str, arguments: tuple[Any, ...]) -> None:
         # What `/sys` has, such as a file for each processor and device, depends on the machine.
-        if event in COUNTED and not str(arguments[0]).startswith("/sys/"):
+        content = event == "http.client.send" and arguments[1][:1] == b"{"
+        if event in COUNTED and not content and not str(arguments[0]).startswith("/sys/"):
             counts[COUNTED[event]] += 1
 
     sys.addaudithook(audited)

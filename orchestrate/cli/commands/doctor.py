@@ -13,7 +13,6 @@ from orchestrate.console import out
 from orchestrate.dataclass import replace
 from orchestrate.doctor.findings import BAD, GOOD, Finding
 from orchestrate.engines import check_cache
-from orchestrate.engines.registry import sdk
 from orchestrate.errors import OrchestrateError
 from orchestrate.host import slurm
 from orchestrate.spec.spec import JobSpec
@@ -73,6 +72,6 @@ def _findings(spec: JobSpec, job: bool) -> Iterator[Finding]:
 
         yield from cluster.doctor(spec)
         return
-    with sdk():
-        from orchestrate.doctor import checks
+    from orchestrate.doctor import checks
+
     yield from checks.doctor(spec, job)

@@ -11,7 +11,6 @@ from orchestrate.cli import options, request
 from orchestrate.cli.args import Args
 from orchestrate.cli.parser import EXPORTS, Parser
 from orchestrate.console import quoted
-from orchestrate.engines import registry
 from orchestrate.errors import UsageError
 from orchestrate.record import run_dir
 
@@ -47,8 +46,7 @@ def run(args: Args) -> int:
         raise UsageError(f"unknown form {quoted(form)}", hint)
     spec = request.spec_of(args)
     name = run_dir.slug(spec)
-    with registry.sdk():  # which only the one for Kubernetes needs
-        module = importlib.import_module(f"orchestrate.export.{args.target}")
+    module = importlib.import_module(f"orchestrate.export.{args.target}")
     write: Callable[..., str] = getattr(module, args.target)
     console.copy(write(spec, name, form) if form else write(spec, name))
     return errors.SUCCEEDED

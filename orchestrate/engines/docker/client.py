@@ -1,9 +1,10 @@
-"""Access to the Docker Engine and Compose: the SDK's client, the Compose command, and a stream of events."""
+"""Access to the Docker Engine and Compose: its API, the Compose command, and a stream of events."""
 
 from __future__ import annotations
 
 import calendar
 import contextlib
+import functools
 import logging
 import os
 import queue
@@ -13,38 +14,34 @@ import signal
 import socket
 import stat
 import subprocess
+import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from http import HTTPStatus
 from pathlib import Path
-from typing import Any
-
-import docker
-import docker.errors
-import requests
-import urllib3.exceptions
-from docker.models.containers import Container
-from docker.models.networks import Network
+from typing import TYPE_CHECKING, Any
 
 from orchestrate.console import print_message
 from orchestrate.engines.base import never
 from orchestrate.engines.build_output import advice, essence, follow
 from orchestrate.engines.connection import ANSWER_TIMEOUT, NodeConnection
-from orchestrate.engines.docker.address import address
+from orchestrate.engines.docker.api import Api, Container, Refused, Unreachable, address, errors, frames, refusals
 from orchestrate.errors import EngineError, EngineLost, ResourceError
 from orchestrate.files.paths import PROJECT
 from orchestrate.host import users
 from orchestrate.spec.spec import JobSpec
+
+if TYPE_CHECKING:
+    from docker import DockerClient
 
 log = logging.getLogger(__name__)
 
 NOBODY = "65534:65534"  # user of processes that are started in containers next to a node
 COMPOSE_TIMEOUT = 600  # seconds for Compose to start or remove nodes
 COMPOSE_STOP_TIMEOUT = 10.0  # seconds to exit after `stopped()`, and again after SIGTERM
-# Everything that the SDK raises; the last for an answer that is cut off.
-ERRORS = (docker.errors.DockerException, requests.RequestException, urllib3.exceptions.HTTPError)
 GET_DOCKER = "start Docker (systemctl start docker, or Docker Desktop), or use --engine process"
 GET_ACCESS = "sudo usermod -aG docker $USER, then log in again; or use --engine process"
 PLUGINS = [  # where the `docker` command looks for Compose on Linux
@@ -70,10 +67,10 @@ class Daemon:
     def __init__(self) -> None:
         """Connect; raises EngineLost if no engine answers, EngineError or ResourceError if it cannot be used."""
         self.host = address()
+        self.api = Api(self.host)
         try:
-            self.client = docker.DockerClient(base_url=self.host, version="auto", max_pool_size=32)
-            self.info: dict[str, Any] = self.client.info()
-        except Exception as error:  # the SDK also parses Docker's config file, with many kinds of errors
+            self.info: dict[str, Any] = dict(self.api.get("/info"))
+        except (Refused, Unreachable, TypeError, ValueError) as error:  # the last two if another program answers
             why = reason(error)
             hint = GET_ACCESS if why == "permission denied" else GET_DOCKER
             raise EngineLost(f"cannot connect to Docker at {self.host}: {why}", hint) from None
@@ -82,6 +79,19 @@ class Daemon:
                 self.compose("version", capture=True)
         except EngineError as error:
             raise ResourceError(f"Docker Compose v2 is missing: {error}", "install the docker-compose plugin") from None
+
+    @functools.cached_property
+    def client(self) -> DockerClient:
+        """Docker's SDK, for what few commands need; raises ResourceError without it, EngineError if it fails."""
+        try:
+            import docker
+        except ModuleNotFoundError as error:
+            hint = f"install it ({sys.executable} -m pip install docker)"
+            raise ResourceError(f"the Python package {error.name} is missing", hint) from None
+        try:
+            return docker.DockerClient(base_url=self.host, version="auto", max_pool_size=32)
+        except Exception as error:  # it also parses Docker's config file, with many kinds of errors
+            raise EngineError(f"cannot connect to Docker at {self.host}: {reason(error)}") from None
 
     def user(self, run: Path, spec: JobSpec) -> str:
         """Return user and group of the nodes: the owner of the folder `run`; 0:0 on a rootless engine.
@@ -105,30 +115,44 @@ class Daemon:
     def containers(self, label: str) -> list[Container]:
         """Return the containers with a label, running or not."""
         with self.translating_errors("could not list its containers"):
-            return self.client.containers.list(all=True, filters={"label": label}, sparse=True)
+            return self.api.containers(label)
 
     def started_recently(self, container: Container, seconds: float) -> bool:
         """Whether a container is running and was started less than `seconds` ago."""
         with self.translating_errors(f"could not inspect {name_of(container)}"):
-            state = self.client.api.inspect_container(str(container.id))["State"]
+            state = self.api.get(f"/containers/{container.id}/json")["State"]
         started = calendar.timegm(time.strptime(state["StartedAt"][:19], "%Y-%m-%dT%H:%M:%S"))  # always UTC
         return bool(state["Running"]) and time.time() - started < seconds
 
     @contextlib.contextmanager
     def translating_errors(self, what: str) -> Iterator[None]:
-        """Convert errors of the SDK: EngineError `the engine WHAT: …`, or EngineLost if the engine does not respond."""
+        """Convert errors of requests: EngineError `the engine WHAT: …`, or EngineLost if it does not respond."""
         try:
             yield
-        except docker.errors.APIError as error:
+        except refusals() as error:
             log.debug("the engine %s", what, exc_info=True)
             raise EngineError(f"the engine {what}: {reason(error)}") from None
-        except ERRORS as error:
+        except errors() as error:
             log.debug("the engine does not respond", exc_info=True)
             raise EngineLost(f"the engine does not respond: {reason(error)}", GET_DOCKER) from None
 
-    def networks(self, name: str) -> list[Network]:
-        """Return the networks with exactly this name; the engine's filter also matches names that contain it."""
-        return [network for network in self.client.networks.list(names=[name]) if network.name == name]
+    def image(self, name: str) -> dict[str, Any] | None:
+        """Return what the engine knows about an image; None if it does not exist."""
+        with self.translating_errors(f"could not inspect {name}"):
+            try:
+                return dict(self.api.get(f"/images/{name}/json"))
+            except Refused as error:
+                if error.status_code != HTTPStatus.NOT_FOUND:
+                    raise
+        return None
+
+    def networks(self, **filters: list[str]) -> list[dict[str, Any]]:
+        """Return the networks that match; a name matches all that contain it."""
+        return list(self.api.get("/networks", filters=filters))
+
+    def network(self, name: str) -> dict[str, Any]:
+        """Return the network with exactly this name; empty if there is none."""
+        return next((found for found in self.networks(name=[name]) if found["Name"] == name), {})
 
     def each(self, containers: Iterable[Container], action: Callable[[Container], Any]) -> None:
         """Call `action` for all containers in parallel; ignore containers that are gone or not running."""
@@ -137,8 +161,8 @@ class Daemon:
             with self.translating_errors(f"could not change the state of {name_of(container)}"):
                 try:
                     action(container)
-                except docker.errors.APIError as error:
-                    if error.status_code not in (404, 409):
+                except Refused as error:
+                    if error.status_code not in (HTTPStatus.NOT_FOUND, HTTPStatus.CONFLICT):
                         raise
 
         with ThreadPoolExecutor(16) as pool:
@@ -157,8 +181,8 @@ class Daemon:
                 options: dict[str, Any] = {"stdin": True, "environment": {"NODE_KEY": ""}, "user": NOBODY}
                 exec_id = self.client.api.exec_create(container, command, **options)["Id"]
                 stream: Any = self.client.api.exec_start(exec_id, socket=True)
-            except docker.errors.APIError as error:
-                if error.status_code in (404, 409):
+            except refusals() as error:
+                if getattr(error, "status_code", 0) in (HTTPStatus.NOT_FOUND, HTTPStatus.CONFLICT):
                     return None
                 raise
         frames = Frames()
@@ -263,14 +287,9 @@ class Frames:
     def stdout(self, chunk: bytes) -> bytes:
         """Return the stdout in the next chunk; a frame is a stream number, three zero bytes, a length and the data."""
         self.partial += chunk
-        found = b""
-        while len(self.partial) >= 8:
-            end = 8 + int.from_bytes(self.partial[4:8], "big")
-            if len(self.partial) < end:
-                break
-            found += self.partial[8:end] if self.partial[0] == 1 else b""
-            self.partial = self.partial[end:]
-        return found
+        found = [*frames(self.partial)]
+        self.partial = self.partial[sum(8 + len(data) for _, data in found) :]
+        return b"".join(data for stream, data in found if stream == 1)
 
 
 def _buffered_output(stream: Any) -> bytes:
@@ -297,7 +316,7 @@ class Events:
         self.bell, self._alarm = socket.socketpair()  # readable after each event, for select
         for end in (self.bell, self._alarm):
             end.setblocking(False)
-        self._stream: Any = None
+        self._socket: socket.socket | None = None
         self._closing = False
         threading.Thread(target=self._listen, args=(int(time.time()),), daemon=True).start()
 
@@ -312,22 +331,19 @@ class Events:
     def close(self) -> None:
         """Stop listening."""
         self._closing = True
-        self._end_stream()
-
-    def _end_stream(self) -> None:
-        if self._stream is not None:
-            with contextlib.suppress(*ERRORS, OSError):
-                self._stream.close()
+        if self._socket:
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)
 
     def _listen(self, since: int) -> None:
         filters = {"type": ["container", "network"]}
         seen: set[tuple[Any, ...]] = set()  # events in the second at which the stream resumes
         while not self._closing:
-            with contextlib.suppress(*ERRORS):
-                self._stream = self._daemon.client.api.events(since=since, filters=filters, decode=True)
-                if self._closing:  # closed before the stream existed
-                    self._end_stream()
-                for event in self._stream:  # ends without an error when the connection breaks
+            with (
+                contextlib.suppress(Refused, Unreachable),
+                self._daemon.api.events(since=since, filters=filters) as (stream, self._socket),
+            ):
+                for event in () if self._closing else stream:  # it may have been closed before the stream existed
                     key = event["timeNano"], event["Action"], event["Actor"]["ID"]
                     if event["time"] != since:
                         since, seen = event["time"], set()
@@ -348,7 +364,7 @@ def name_of(container: Container) -> str:
 
 
 def reason(error: Exception) -> str:
-    """Return the cause of an error of the SDK, in one line."""
+    """Return the cause of an error of a request, in one line."""
     text = getattr(error, "explanation", None) or str(error)
     for known in ("Permission denied", "No such file or directory", "Connection refused", "timed out"):
         if known in str(text):
@@ -360,5 +376,5 @@ def begin(node: Container) -> None:
     """Start a container; if that fails, remove it for Compose to recreate: for example, a masked file is gone."""
     try:
         node.start()
-    except docker.errors.APIError:
-        node.remove(force=True, v=True)
+    except Refused:
+        node.remove()

@@ -17,10 +17,9 @@ from ipaddress import IPv4Address, IPv6Address, ip_address, ip_interface, ip_net
 from pathlib import Path
 from typing import Any
 
-from docker.models.containers import Container
-
 from orchestrate.engines.docker import helper_containers, labels
-from orchestrate.engines.docker.client import ERRORS, Daemon
+from orchestrate.engines.docker.api import Container, errors
+from orchestrate.engines.docker.client import Daemon
 from orchestrate.errors import EngineError
 from orchestrate.node.programs import guard as program
 from orchestrate.spec.spec import JobSpec
@@ -69,8 +68,10 @@ class Guard:
                 self.begun[_endpoint(node)] = self.pool.submit(self._protect, node)
 
     def finish(self, look: Callable[[], dict[str, Container]]) -> None:
-        """Wait for the helpers; `look` returns the running nodes, and starts helpers for restarted ones."""
-        look()  # a restarted node has a new namespace
+        """Wait for the helpers; `look` returns the running nodes, and starts helpers for restarted ones.
+
+        A restarted node has a new namespace, so its caller has looked before.
+        """
         while new := self.begun.keys() - self.ended:
             wait([self.begun[endpoint] for endpoint in new])
             self.ended |= new
@@ -99,36 +100,36 @@ class Guard:
     def _protect(self, node: Container) -> None:
         """Run a helper, unless an earlier orchestrator has set up the same filter."""
         with self.daemon.translating_errors("could not run a helper container"):
-            pid = self.daemon.client.api.inspect_container(str(node.id))["State"]["Pid"]
+            pid = self.daemon.api.get(f"/containers/{node.id}/json")["State"]["Pid"]
             source = Path(program.__file__).read_text()
             words = [f"{value}/{mask}" for value, mask in blocked(self.daemon.info, node)]
             words += [f"net:{value}/{mask}" for value, mask in networks(node)]
             words += self.open if labels.node(node) == "master" else []
             mark = zlib.crc32("\n".join([source, *words]).encode()) >> 1  # the kernel prints it as a signed number
             if not marked(pid, mark):
-                self._run_helper(str(node.id), ["python", "-I", "-S", "-c", source, str(mark), *words])
+                self._run_helper(node.id, ["python", "-I", "-S", "-c", source, str(mark), *words])
 
     def _run_helper(self, node: str, command: list[str]) -> None:
-        api = self.daemon.client.api
         helper = helper_containers.create(
             self.daemon,
+            labels.helper_name(labels.GUARD, self.project, secrets.token_hex(4)),
             MEMORY,
             PROCESSES,
-            {"network_mode": f"container:{node}", "cap_add": ["NET_ADMIN"]},
-            entrypoint=command,
-            user="0:0",
-            environment={"NVIDIA_VISIBLE_DEVICES": "void"},
-            name=labels.helper_name(labels.GUARD, self.project, secrets.token_hex(4)),
-            labels=labels.only({labels.GUARD: self.project, labels.RUN: str(self.run)}),
+            {"NetworkMode": f"container:{node}", "CapAdd": ["NET_ADMIN"]},
+            {
+                "Entrypoint": command,
+                "User": "0:0",
+                "Env": ["NVIDIA_VISIBLE_DEVICES=void"],
+                "Labels": labels.only({labels.GUARD: self.project, labels.RUN: str(self.run)}),
+            },
         )
         try:
-            api.start(helper)
-            if code := api.wait(helper, timeout=HELPER_TIMEOUT)["StatusCode"]:
-                last = api.logs(helper, tail=1).decode(errors="replace").strip()
+            if code := helper_containers.run(self.daemon, helper, HELPER_TIMEOUT):
+                last = self.daemon.api.output(helper, stdout=1, stderr=1, tail=1).decode(errors="replace").strip()
                 raise EngineError(last or f"the helper container failed with exit code {code}")
         finally:
-            with contextlib.suppress(*ERRORS):  # a leftover helper is removed with the nodes
-                api.remove_container(helper, v=True, force=True)
+            with contextlib.suppress(*errors()):  # a leftover helper is removed with the nodes
+                self.daemon.api.remove(helper)
 
 
 def wanted(spec: JobSpec) -> bool:

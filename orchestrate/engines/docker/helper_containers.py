@@ -8,15 +8,14 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
-import docker.errors
-from docker.types import LogConfig
-
 from orchestrate.clock import SYSTEM, wait_until
 from orchestrate.engines.docker import labels
-from orchestrate.engines.docker.client import ERRORS, Daemon, reason
+from orchestrate.engines.docker.api import Refused, errors
+from orchestrate.engines.docker.client import Daemon, reason
 from orchestrate.errors import EngineError
 from orchestrate.plan.container import OOM_SCORE_ADJ
 from orchestrate.plan.limits import MIN_PROCESSES
@@ -28,72 +27,83 @@ ABANDONED_AFTER = 600  # seconds: no command looks into an image for that long
 
 def create(
     daemon: Daemon,
+    name: str,
     memory: int,
     processes: int,
     host: dict[str, Any],
+    config: dict[str, Any],
     image: str = IMAGE,
     log: str = "1m",
-    **options: Any,
 ) -> str:
     """Create a helper container and return its id; raises EngineError if its image does not exist.
 
-    `memory` is in bytes; `host` is the rest of the host configuration; `log` is the size of the log, whose end is kept.
-    No image is pulled: in a registry, the name may belong to someone else.
+    `memory` is in bytes; `host` and `config` are the rest of the configuration, in the words of the engine's API; `log`
+    is the size of the log, whose end is kept. No image is pulled: in a registry, the name may belong to someone else.
     """
-    api = daemon.client.api
-    config = api.create_host_config(
-        cap_drop=["ALL"],
-        security_opt=["no-new-privileges:true"],
-        read_only=True,
-        mem_limit=memory,
-        memswap_limit=memory,  # including swap
-        oom_score_adj=OOM_SCORE_ADJ,
-        pids_limit=processes,
-        log_config=LogConfig(type=LogConfig.types.JSON, config={"max-size": log}),
-        **host,
-    )
+    limits = {
+        "CapDrop": ["ALL"],
+        "SecurityOpt": ["no-new-privileges:true"],
+        "ReadonlyRootfs": True,
+        "Memory": memory,
+        "MemorySwap": memory,  # including swap
+        "OomScoreAdj": OOM_SCORE_ADJ,
+        "PidsLimit": processes,
+        "LogConfig": {"Type": "json-file", "Config": {"max-size": log}},
+    }
+    given = {**config, "Image": image, "HostConfig": {**limits, **host}}
     try:
-        return str(api.create_container(image, host_config=config, **options)["Id"])
-    except docker.errors.ImageNotFound:
+        return str(daemon.api.post("/containers/create", given, name=name)["Id"])
+    except Refused as error:
+        if error.status_code != HTTPStatus.NOT_FOUND or "No such image" not in error.explanation:
+            raise
         raise EngineError(f"the engine has no image {image}; build it with docker compose build") from None
+
+
+def run(daemon: Daemon, container: str, seconds: float) -> int:
+    """Run a container to its end, for which it has `seconds`; return its exit code."""
+    daemon.api.post(f"/containers/{container}/start")
+    return int(daemon.api.post(f"/containers/{container}/wait", timeout=seconds)["StatusCode"])
 
 
 def output(
     daemon: Daemon,
-    run: Path,
+    folder: Path,
     command: list[str],
     seconds: int,
     host: dict[str, Any],
     *,
     image: str,
     memory: int,
-    **options: Any,
+    config: dict[str, Any],
+    log: str = "1m",
 ) -> tuple[str, str]:
     """Run a command in a container without network; return its stdout, and the error if it could not run.
 
-    The limit is `seconds`. `run` is for the container's label. Raises EngineError if the container cannot be removed.
+    The limit is `seconds`. `folder` is for the container's label, `config` as for `create`. Raises EngineError if the
+    container cannot be removed.
     """
-    api, name = daemon.client.api, f"orchestrate-look-{secrets.token_hex(8)}"
-    container, interrupted = "", False
+    name, container, interrupted = f"orchestrate-look-{secrets.token_hex(8)}", "", False
     try:
         container = create(
             daemon,
+            name,
             memory,
             MIN_PROCESSES,
-            {"network_mode": "none", **host},
+            {"NetworkMode": "none", **host},
+            {
+                "Entrypoint": command[:1],
+                "Cmd": command[1:],
+                "Labels": labels.only({labels.RUN: str(folder), labels.LOOK: str(os.geteuid())}),
+                "Healthcheck": {"Test": ["NONE"]},
+                **config,
+            },
             image=image,
-            name=name,
-            entrypoint=command[:1],
-            command=command[1:],
-            labels=labels.only({labels.RUN: str(run), labels.LOOK: str(os.geteuid())}),
-            healthcheck={"test": ["NONE"]},
-            **options,
+            log=log,
         )
         _remove_abandoned(daemon, container)
-        api.start(container)
-        api.wait(container, timeout=seconds)
-        return api.logs(container, stderr=False).decode(errors="replace"), ""
-    except ERRORS as error:
+        run(daemon, container, seconds)
+        return daemon.api.output(container, stdout=1, stderr=0).decode(errors="replace"), ""
+    except errors() as error:
         return "", reason(error)
     except KeyboardInterrupt:
         interrupted = True
@@ -108,19 +118,22 @@ def _remove(daemon: Daemon, name: str, timeout: float) -> None:
     """Remove a container; the engine may create it only after this process was interrupted in its request for it."""
 
     def removed() -> bool:
-        with contextlib.suppress(docker.errors.NotFound):
-            daemon.client.api.remove_container(name, force=True, v=True)
+        try:
+            daemon.api.remove(name)
             return True
-        return False
+        except Refused as error:
+            if error.status_code != HTTPStatus.NOT_FOUND:
+                raise
+            return False
 
     wait_until(removed, timeout, SYSTEM, 0.05)
 
 
 def _remove_abandoned(daemon: Daemon, newest: str) -> None:
     """Remove the containers of this account that a killed process has left: the image may be one that never ends."""
-    listed = daemon.client.containers.list(all=True, sparse=True, filters={"label": labels.LOOK})
+    listed = daemon.api.containers(labels.LOOK)
     now = next((found.attrs["Created"] for found in listed if found.id == newest), 0.0)  # by the engine's clock
     for found in listed:
         if labels.looks(found, os.geteuid()) and found.attrs["Created"] < now - ABANDONED_AFTER:
-            with contextlib.suppress(*ERRORS):
-                found.remove(force=True, v=True)
+            with contextlib.suppress(*errors()):
+                found.remove()

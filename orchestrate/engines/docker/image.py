@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from pathlib import Path
-
-import docker.errors
-from docker.utils import parse_repository_tag
 
 from orchestrate.console import clean, during, phase, print_message
 from orchestrate.engines.base import SWARMS, ignoring
@@ -104,7 +100,7 @@ def inventory(daemon: Daemon, spec: JobSpec, run: Path, run_image: bool) -> tupl
 def _image(daemon: Daemon, spec: JobSpec) -> str:
     """Return the name of a job's image, its id if a Dockerfile may change it, or its base image if that is missing."""
     name = packages.base(spec)
-    if not has_image(daemon, name) or not (spec.pip or spec.dockerfile):
+    if not (spec.pip or spec.dockerfile) or not has_image(daemon, name):
         return name
     return packages.with_packages(daemon, spec) if spec.pip else packages.image_id(daemon, name)
 
@@ -117,10 +113,7 @@ def _about(spec: JobSpec) -> str:
 
 def has_image(daemon: Daemon, image: str) -> bool:
     """Whether an image exists on the engine."""
-    with daemon.translating_errors(f"could not inspect {image}"), contextlib.suppress(docker.errors.ImageNotFound):
-        daemon.client.images.get(image)
-        return True
-    return False
+    return daemon.image(image) is not None
 
 
 def ensure_image(daemon: Daemon, spec: JobSpec) -> None:
@@ -129,10 +122,12 @@ def ensure_image(daemon: Daemon, spec: JobSpec) -> None:
         return
     if spec.image == IMAGE:
         return _build(daemon)
+    from docker.errors import DockerException  # only here: it takes time to import
+
     with daemon.translating_errors(f"could not pull {spec.image}"):
         try:
             _pull(daemon, spec.image)
-        except docker.errors.DockerException as error:
+        except DockerException as error:
             hint = "check the name, run docker login, or build it: docker build -t NAME ."
             raise ResourceError(f"cannot find or pull the image {spec.image}: {reason(error)}", hint) from None
 
@@ -149,13 +144,16 @@ def _build(daemon: Daemon) -> None:
 
 
 def _pull(daemon: Daemon, image: str) -> None:
-    """Pull an image; raises errors of the SDK."""
+    """Pull an image; raises what `errors` returns."""
+    from docker.errors import APIError
+    from docker.utils import parse_repository_tag
+
     print_message(f"pulling the image {image}")
     repository, tag = parse_repository_tag(image)
     done: dict[str, tuple[int, int]] = {}  # layer: bytes downloaded and in total
     for event in daemon.client.api.pull(repository, tag or "latest", stream=True, decode=True):
         if error := event.get("error"):
-            raise docker.errors.APIError(error)
+            raise APIError(error)
         sizes = event.get("progressDetail") or {}
         if event.get("status") == "Downloading" and sizes.get("total"):
             done[event["id"]] = sizes["current"], sizes["total"]
@@ -182,7 +180,7 @@ def _offer(daemon: Daemon, image: str, run: Path, spec: JobSpec) -> Offer:
         image=image,
         memory=1 << 30,
         log="4m",  # details of one GPU take some 50 KB
-        environment=toolkit.environment(gpu_mode, every),
+        config={"Env": toolkit.environment(gpu_mode, every)},
     )
     found = offer(claimed(read(text, text), run.parent.name), spec.gpus, queue=spec.queued_gpus)
     if found.gpus or found.why:

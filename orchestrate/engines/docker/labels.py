@@ -27,7 +27,7 @@ _COMPOSE = "com.docker.compose."
 
 
 class Container(Protocol):
-    """A container, as the SDK lists it."""
+    """A container, as the engine lists it."""
 
     attrs: Any  # as in the engine's API
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable
 from pathlib import Path
-
-import docker.errors
-from docker.models.containers import Container
+from typing import Any
 
 from orchestrate.engines import sockets
 from orchestrate.engines.base import JobState
 from orchestrate.engines.docker import labels
+from orchestrate.engines.docker.api import Container, Refused
 from orchestrate.engines.docker.client import Daemon, name_of
 from orchestrate.engines.docker.services import project
 from orchestrate.host import records
@@ -43,26 +42,21 @@ def services_of(daemon: Daemon, job_id: str) -> list[Container]:
 
 def remove_services(daemon: Daemon, job_id: str) -> None:
     """Remove the services of a job, with their networks and volumes; external ones are kept."""
-    containers, label = services_of(daemon, job_id), {"label": f"com.docker.compose.project={project(job_id)}"}
+    containers, label = services_of(daemon, job_id), [f"com.docker.compose.project={project(job_id)}"]
     daemon.each(containers, lambda service: service.stop(timeout=SERVICE_GRACE))
-    daemon.each(containers, lambda service: service.remove(force=True, v=True))
+    daemon.each(containers, Container.remove)
     with daemon.translating_errors(f"could not remove the services of {job_id}"):
-        for network in daemon.client.networks.list(filters=label):
-            with contextlib.suppress(docker.errors.APIError):  # in use by another container, as is a volume
-                network.remove()
-        for volume in daemon.client.volumes.list(filters=label):
-            with contextlib.suppress(docker.errors.APIError):
-                volume.remove()
+        volumes = daemon.api.get("/volumes", filters={"label": label})["Volumes"] or ()
+        paths = [f"/networks/{network['Id']}" for network in daemon.networks(label=label)]
+        for path in [*paths, *(f"/volumes/{volume['Name']}" for volume in volumes)]:
+            with contextlib.suppress(Refused):  # in use by another container
+                daemon.api.delete(path)
 
 
 def resources(daemon: Daemon, job_id: str) -> list[str]:
     """Describe the containers and networks of a job."""
-    label = f"{labels.JOB}={job_id}"
     with daemon.translating_errors("could not list its networks"):
-        networks = [
-            f"network {network.name}"
-            for network in daemon.client.networks.list(filters={"label": label, "driver": "bridge"})
-        ]
+        networks = [f"network {network['Name']}" for network in _networks_of(daemon, job_id)]
     containers = nodes_of(daemon, job_id) + helpers_of(daemon, job_id) + services_of(daemon, job_id)
     return sorted(f"container {name_of(container)}" for container in containers) + networks
 
@@ -76,13 +70,17 @@ def remove(daemon: Daemon, job_id: str, grace: float, folders: Iterable[Path] = 
     if grace:
         daemon.each(nodes, lambda node: node.stop(timeout=int(grace)))
     nodes += helpers_of(daemon, job_id)
-    daemon.each(nodes, lambda node: node.remove(force=True, v=True))
+    daemon.each(nodes, Container.remove)
     with daemon.translating_errors(f"could not remove a network of {job_id}"):
-        networks = daemon.client.networks.list(filters={"label": f"{labels.JOB}={job_id}", "driver": "bridge"})
+        networks = _networks_of(daemon, job_id)
         for network in networks:
-            network.remove()
-    found = [labels.job(item.attrs["Labels"], "docker") for item in (*nodes, *networks)]
+            daemon.api.delete(f"/networks/{network['Id']}")
+    found = [labels.job(attrs["Labels"], "docker") for attrs in (*(node.attrs for node in nodes), *networks)]
     named = {job.paths.sockets for job in found if job and job.named and job.job_id == job_id}
     for folder in named | {*folders}:
         if not records.replaced(folder.parent):
             sockets.unshare(folder)
+
+
+def _networks_of(daemon: Daemon, job_id: str) -> list[dict[str, Any]]:
+    return daemon.networks(label=[f"{labels.JOB}={job_id}"], driver=["bridge"])

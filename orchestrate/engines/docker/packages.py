@@ -67,8 +67,13 @@ def with_packages(daemon: Daemon, spec: JobSpec) -> str:
 
 def image_id(daemon: Daemon, name: str) -> str:
     """Return the id of an image; raises EngineError if it does not exist."""
-    with daemon.translating_errors(f"could not inspect {name}"):
-        return str(daemon.client.images.get(name).id)
+    return str(_inspected(daemon, name)["Id"])
+
+
+def _inspected(daemon: Daemon, name: str) -> dict[str, Any]:
+    if found := daemon.image(name):
+        return found
+    raise EngineError(f"the engine has no image {name}")
 
 
 def build(daemon: Daemon, spec: JobSpec) -> None:
@@ -86,8 +91,7 @@ def install(daemon: Daemon, spec: JobSpec, python: str) -> None:
     """Build the image with the job's packages; `python` is the interpreter of its base image. Raises ResourceError."""
     image, secrets = with_packages(daemon, spec), _secrets(spec)
     print_message(f"installing {pluralize(len(spec.pip), 'package')} in {base(spec)} (once)")
-    with daemon.translating_errors(f"could not inspect {base(spec)}"):
-        config = daemon.client.images.get(base(spec)).attrs["Config"]
+    config = _inspected(daemon, base(spec))["Config"]
     if config.get("OnBuild"):  # they would run in our build, with its secrets
         why = f"{base(spec)} has ONBUILD instructions, which would run when packages are installed"
         raise ResourceError(why, "build an image FROM it, and use that")

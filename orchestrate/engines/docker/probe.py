@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,11 +62,10 @@ def gpu_problem(daemon: Daemon, image: str, run: Path, python: str, gpus: Collec
     if (known := known_problem(daemon, image, gpus)) is not None:
         return known
     gpu_mode, ids = toolkit.gpu_mode(daemon.info), [gpu.id for gpu in gpus]
-    visible = {**toolkit.environment(gpu_mode, ids), "HOME": "/tmp"}
+    visible = [*toolkit.environment(gpu_mode, ids), "HOME=/tmp"]
     host = toolkit.host_config(gpu_mode, ids)
-    output, failure = _run(
-        daemon, image, run, [python, "-c", check_cache.CUDA], check_cache.COMPUTE_TIMEOUT, host, environment=visible
-    )
+    command = [python, "-c", check_cache.CUDA]
+    output, failure = _run(daemon, image, run, command, check_cache.COMPUTE_TIMEOUT, host, visible)
     return check_cache.cuda(_key(daemon, image, gpus), output, failure)
 
 
@@ -86,13 +85,15 @@ def _run(
     command: list[str],
     patience: int,
     host: dict[str, Any] | None = None,
-    **options: Any,
+    env: Sequence[str] = (),
 ) -> tuple[str, str]:
     """Run a command in a container of the image; return its last line of output, and the error if it could not run.
 
     The limit is `patience` seconds.
     """
-    host = {"tmpfs": {"/tmp": "size=1g"}, **(host or {})}
-    options |= {"user": "65534:65534", "image": image, "memory": MEMORY}
-    text, failure = helper_containers.output(daemon, run, command, patience, host, **options)
+    host = {"Tmpfs": {"/tmp": "size=1g"}, **(host or {})}
+    config = {"User": "65534:65534", "Env": [*env]}
+    text, failure = helper_containers.output(
+        daemon, run, command, patience, host, image=image, memory=MEMORY, config=config
+    )
     return next((line.strip()[:300] for line in reversed(text.split("\n")) if line.strip()), ""), failure

@@ -10,10 +10,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
-from docker.models.containers import Container
 
 from orchestrate.console import during
 from orchestrate.engines.docker import labels
@@ -21,6 +20,9 @@ from orchestrate.engines.docker.client import Daemon
 from orchestrate.errors import EngineError, EngineLost, ResourceError, UsageError
 from orchestrate.host import records, writable
 from orchestrate.spec.redact import MARGIN, Mask
+
+if TYPE_CHECKING:
+    from docker.models.containers import Container
 
 NETWORK = "orchestrate"  # name of the job's network in the Compose file
 SHOWN_LINES, MAX_LINES = 10, 10_000  # of each service: in an error, and in a file
@@ -109,7 +111,7 @@ class Services:
 
         It completes what Compose has asked for, also after Compose has failed.
         """
-        found, count = list[Container](), -1
+        found, count = list["Container"](), -1
         with self.daemon.translating_errors("could not list the services"):
             while len(found) != count:
                 count = len(found)

@@ -1,4 +1,4 @@
-"""Containers as nodes of a job: Compose starts them, and the SDK finds them by label."""
+"""Containers as nodes of a job: Compose starts them, and they are found by label."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from docker.models.containers import Container
-
 from orchestrate.clock import SYSTEM, Clock
 from orchestrate.engines import sockets
 from orchestrate.engines.base import Observed, Stop, never
 from orchestrate.engines.client_session import ClientSession, key_of
 from orchestrate.engines.connection import NodeConnection
 from orchestrate.engines.docker import compose_override, folders, labels, mounts, objects, program, toolkit
+from orchestrate.engines.docker.api import Container
 from orchestrate.engines.docker.client import Daemon, Events, begin
 from orchestrate.engines.docker.guard import Guard, wanted
 from orchestrate.engines.docker.services import Services
@@ -144,10 +143,12 @@ class DockerSession(ClientSession):
         stuck = (node for node in found if node.status != "exited" and not self._is_healthy(node))
         self.daemon.each(stuck, Container.kill)
         with self.daemon.translating_errors("could not connect a node to its network"):
-            for network in self.daemon.networks(self.network):
-                for node in found:
-                    if self.network not in node.attrs["NetworkSettings"]["Networks"]:
-                        network.connect(node, aliases=[node.attrs["Labels"]["com.docker.compose.service"]])
+            network = self.daemon.network(self.network)
+            for node in found if network else ():
+                if self.network not in node.attrs["NetworkSettings"]["Networks"]:
+                    alias = node.attrs["Labels"]["com.docker.compose.service"]
+                    given = {"Container": node.id, "EndpointConfig": {"Aliases": [alias]}}
+                    self.daemon.api.post(f"/networks/{network['Id']}/connect", given)
         self.daemon.each((node for node in found if not self._is_healthy(node)), begin)
 
     def _update_nodes(self) -> dict[str, Container]:
@@ -173,7 +174,9 @@ class DockerSession(ClientSession):
     def start(self, plan: Plan, stopped: Callable[[], bool] = never) -> None:
         """Start the workers on their nodes."""
         if self.guard:
+            self._healthy_nodes()
             self.guard.finish(self._healthy_nodes)
+        self.last_listed = self.clock.monotonic()
         self.clients.listen(0)  # earlier events are about earlier generations
         self.seen_events, self.stopped = {}, stopped
         super().start(plan)
@@ -226,7 +229,7 @@ class DockerSession(ClientSession):
     def discard(self, nodes: Iterable[str]) -> None:
         """Remove nodes by force."""
         found = [self.nodes[name] for name in nodes if name in self.nodes]
-        self.daemon.each(found, lambda node: node.remove(force=True, v=True))
+        self.daemon.each(found, Container.remove)
 
     def down(self, grace: float, stopped: Callable[[], bool] = never) -> None:
         """Remove nodes and network, or clean up the nodes of a cluster for another job."""
@@ -355,7 +358,7 @@ class DockerSession(ClientSession):
             if self.events.broken > self.clock.monotonic() - 2 * SHUTDOWN_TIMEOUT:
                 raise EngineLost("the engine was restarted")
             with self.daemon.translating_errors("does not respond"):
-                self.daemon.client.ping()
+                self.daemon.api.get("/version")
             self.clock.sleep(0.2)
 
     def _compose(self, stopped: Callable[[], bool], *arguments: str) -> None:

@@ -6,8 +6,6 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from docker.types import DeviceRequest
-
 CDI = "nvidia.com/gpu"  # device kind of `nvidia-ctk cdi generate`; devices are named by UUID, or `all`
 REPORTS = (28, 2)  # first version of the engine that reports CDI devices
 CAPABILITIES = "compute,utility"  # parts of the driver that CUDA and nvidia-smi need
@@ -28,17 +26,17 @@ def gpu_mode(info: dict[str, Any]) -> str:
 
 
 def host_config(gpu_mode: str, gpus: Iterable[str]) -> dict[str, Any]:
-    """Return the part of a container's host configuration that provides GPUs, by UUID or `all`."""
+    """Return the part of a container's host configuration, in the API's words, that provides GPUs: UUIDs or `all`."""
     if gpu_mode == "runtime":
-        return {"runtime": "nvidia"}
-    return {"device_requests": [DeviceRequest(driver="cdi", device_ids=[f"{CDI}={gpu}" for gpu in gpus])]}
+        return {"Runtime": "nvidia"}
+    return {"DeviceRequests": [{"Driver": "cdi", "DeviceIDs": [f"{CDI}={gpu}" for gpu in gpus]}]}
 
 
-def environment(gpu_mode: str, gpus: Iterable[str]) -> dict[str, str]:
-    """Return the environment variables that select GPUs for the runtime; CDI needs none."""
+def environment(gpu_mode: str, gpus: Iterable[str]) -> list[str]:
+    """Return the environment variables, as `NAME=VALUE`, that select GPUs for the runtime; CDI needs none."""
     if gpu_mode != "runtime":
-        return {}
-    return {"NVIDIA_VISIBLE_DEVICES": ",".join(gpus), "NVIDIA_DRIVER_CAPABILITIES": CAPABILITIES}
+        return []
+    return [f"NVIDIA_VISIBLE_DEVICES={','.join(gpus)}", f"NVIDIA_DRIVER_CAPABILITIES={CAPABILITIES}"]
 
 
 def service(gpu_mode: str, gpus: Iterable[str]) -> dict[str, Any]:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 from collections.abc import Collection, Iterable
 from pathlib import PurePosixPath
-
-import docker.errors
 
 from orchestrate.engines.docker.client import Daemon
 from orchestrate.engines.docker.mounts import CODE, JOB
@@ -29,10 +26,8 @@ def volumes(daemon: Daemon, image: str, spec: JobSpec) -> list[str]:
 
     Raises ResourceError for unsupported volumes, such as one with a mount of the job in it: volumes are emptied.
     """
-    with daemon.translating_errors(f"could not inspect {image}"), contextlib.suppress(docker.errors.ImageNotFound):
-        config = daemon.client.images.get(image).attrs.get("Config") or {}
-        return checked(image, config.get("Volumes") or (), given=[mount.target for mount in mounts(spec)])
-    return []
+    config = (daemon.image(image) or {}).get("Config") or {}
+    return checked(image, config.get("Volumes") or (), given=[mount.target for mount in mounts(spec)])
 
 
 def checked(

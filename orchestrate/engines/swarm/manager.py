@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any
 
 from orchestrate.clock import SYSTEM, Clock
@@ -95,7 +94,7 @@ class Manager:
                 ("network", str(found.name), found.remove) for found in self.client.networks.list(filters=label)
             ]
         relays = [
-            ("container", name_of(found), partial(found.remove, force=True, v=True))
+            ("container", name_of(found), found.remove)
             for found in self.daemon.containers(f"{labels.RELAY}={job_id}")
             if labels.helps(found, labels.RELAY, job_id)
         ]

@@ -6,8 +6,7 @@ import contextlib
 import os
 from collections.abc import Callable
 from pathlib import Path
-
-from docker.models.containers import Container
+from typing import TYPE_CHECKING
 
 from orchestrate.clock import wait_until
 from orchestrate.engines.docker import helper_containers, labels, program
@@ -17,6 +16,9 @@ from orchestrate.errors import EngineError
 from orchestrate.plan import container
 from orchestrate.plan.plan import Plan
 from orchestrate.spec.spec import JobSpec
+
+if TYPE_CHECKING:
+    from docker.models.containers import Container
 
 PLACEMENT_TIMEOUT = 1.0  # seconds to wait until a task is assigned to a host
 LAST_LINES = "2000"  # log lines to fetch from a lost task
@@ -80,7 +82,7 @@ class SwarmJob:
     def prepare(self) -> None:
         """Create the job's network."""
         with self.daemon.translating_errors("could not create the job's network"):
-            if self.network != "host" and not self.daemon.networks(self.network):
+            if self.network != "host" and not self.daemon.network(self.network):
                 options = {"encrypted": ""} if self.spec.encrypt else {}
                 self.client.networks.create(
                     self.network,
@@ -105,15 +107,17 @@ class SwarmJob:
         nodes = self.spec.trainers + 1 + self.spec.spares
         relay = helper_containers.create(
             self.daemon,
+            name,
             RELAY_MEMORY + nodes * CONNECTION_MEMORY,
             RELAY_PROCESSES,
-            {"network_mode": self.network, "binds": [f"{program.folder(self.spec)}:{program.TARGET}:ro"], "init": True},
-            name=name,
-            entrypoint=["python", container.PROGRAM],
-            environment={"NODE_MODE": "relay", "NODE_PORT": str(self.port), "NODE_KEY": self.key.hex()},
-            labels=labels.only({labels.RELAY: self.project}),
-            user=self.daemon.user(self.run, self.spec),
-            healthcheck={"test": ["NONE"]},
+            {"NetworkMode": self.network, "Binds": [f"{program.folder(self.spec)}:{program.TARGET}:ro"], "Init": True},
+            {
+                "Entrypoint": ["python", container.PROGRAM],
+                "Env": ["NODE_MODE=relay", f"NODE_PORT={self.port}", f"NODE_KEY={self.key.hex()}"],
+                "Labels": labels.only({labels.RELAY: self.project}),
+                "User": self.daemon.user(self.run, self.spec),
+                "Healthcheck": {"Test": ["NONE"]},
+            },
         )
         self.api.start(relay)
         return self.client.containers.get(relay)
@@ -172,7 +176,7 @@ class SwarmJob:
                 role,
                 image=(image["RepoDigests"] or [image["Id"]])[0],
                 user=self.daemon.user(self.run, self.spec),
-                network=str(self.daemon.networks(self.network)[0].id),
+                network=str(self.daemon.network(self.network)["Id"]),
                 secret=self._secret(),
                 key=self.key,
                 volumes=(image.get("Config") or {}).get("Volumes") or (),

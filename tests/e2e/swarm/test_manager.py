@@ -15,7 +15,7 @@ def test_a_network_must_be_found_by_its_exact_name(docker_engine, tmp_path):
     name = f"a-host-{tmp_path.name}-{os.getpid()}"
     docker("network", "create", name)
     try:
-        assert [network.name for network in Daemon().networks("host")] == ["host"]
+        assert Daemon().network("host")["Name"] == "host" and not Daemon().network("hos")
     finally:
         docker("network", "rm", name)
 

@@ -103,7 +103,7 @@ def test_gpus_must_be_listed_in_a_container_of_the_image_which_is_then_removed(a
     assert host["LogConfig"]["Config"] == {"max-size": "4m"}
     assert (host["CapDrop"], host["SecurityOpt"]) == (["ALL"], ["no-new-privileges:true"])  # the image is not trusted
     assert (host["ReadonlyRootfs"], host["Memory"], host["PidsLimit"]) == (True, 1 << 30, 512)
-    assert answers.query_of("DELETE /containers/made")[0] == {"v": "True", "force": "True", "link": "False"}
+    assert answers.query_of("DELETE /containers/made")[0] == {"v": "true", "force": "true"}
     query, _ = answers.query_of("GET /containers/made/logs")
     assert (query["stdout"], query["stderr"]) == ("1", "0")
 

@@ -10,7 +10,6 @@ from typing import Any
 import docker.errors
 import pytest
 import requests
-from docker.models.containers import Container
 from support.answers import Framed, framed
 from support.contexts import context
 from support.ends import KEY
@@ -20,6 +19,7 @@ from support.scripted import Clock
 from support.waiting import eventually
 
 from orchestrate.engines.docker import client as daemon_module
+from orchestrate.engines.docker.api import Container
 from orchestrate.engines.docker.client import Daemon, name_of, reason
 from orchestrate.errors import EngineError, EngineLost, ResourceError
 from orchestrate.files.paths import PROJECT
@@ -78,7 +78,7 @@ def test_compose_must_be_used_if_installed_and_reported_if_missing(answers, comm
         Daemon()
     assert (tmp_path / "arguments").read_text().split()[-1] == "version"
     command("exit 0")
-    Daemon().client.close()
+    Daemon()
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ResourceError):
         Daemon()
@@ -89,7 +89,6 @@ def test_output_of_compose_that_is_not_utf_8_must_be_read(answers, command):
     command("printf 'not \\377 text \\303\\251\\n' >&2; exit 1")
     with pytest.raises(EngineError, match="not \ufffd text é"):
         daemon.compose("up", capture=True)
-    daemon.client.close()
 
 
 def test_nodes_must_run_as_the_owner_of_the_run_directory_or_as_root_on_a_rootless_engine(daemon, tmp_path):

@@ -98,28 +98,21 @@ def test_events_must_be_kept_even_if_the_wake_up_socket_is_not_read(answers, dae
         end.close()
 
 
-def test_an_event_stream_that_is_closed_before_it_opens_must_not_stay_open(daemon, monkeypatch):
+def test_an_event_stream_that_is_closed_before_it_opens_must_not_stay_open(answers, daemon):
     opened, begin = threading.Event(), threading.Event()
 
-    class Stream:
-        closed = False
-
-        def __iter__(self) -> Iterator[dict]:
-            assert self.closed  # otherwise it would wait for the next event
-            return iter(())
-
-        def close(self) -> None:
-            self.closed = True
-
-    def stream(**_: object) -> Stream:
+    def open_late(request: str) -> None:
         opened.set()
         assert begin.wait(30)
-        return opening
 
-    opening = Stream()
-    monkeypatch.setattr(daemon.client.api, "events", stream)
+    answers.on_stream = open_late
+    before = {*threading.enumerate()}
     events = Events(daemon, lambda event: True)
+    (listener,) = (one for one in {*threading.enumerate()} - before if one.name.endswith("(_listen)"))
     assert opened.wait(30)
     events.close()
     begin.set()
-    eventually(lambda: opening.closed)
+    listener.join(30)
+    assert not listener.is_alive()
+    for end in (events.bell, events._alarm):
+        end.close()

@@ -13,7 +13,7 @@ OLD = "orchestrate-look-0123456789abcdef"
 
 
 def look(daemon, tmp_path) -> tuple[str, str]:
-    return output(daemon, tmp_path, ["python"], 5, {}, image="mine:1", memory=1 << 20)
+    return output(daemon, tmp_path, ["python"], 5, {}, image="mine:1", memory=1 << 20, config={})
 
 
 def test_a_request_that_is_interrupted_must_leave_no_container(answers, daemon, tmp_path):

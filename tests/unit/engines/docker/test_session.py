@@ -104,7 +104,7 @@ def test_a_container_that_cannot_be_started_must_be_recreated_by_compose(job):
     job.answers.refusals[request(stopped, "start")] = 500, "no such runtime"
     with pytest.raises(EngineError, match="did not start 1 of 2 nodes"):
         job.session().up(job.plan())
-    assert job.words() and job.answers.query_of(f"DELETE /containers/{stopped['Id']}")[0]["v"] == "True"
+    assert job.words() and job.answers.query_of(f"DELETE /containers/{stopped['Id']}")[0]["v"] == "true"
 
 
 def test_an_engine_that_is_lost_while_nodes_are_brought_back_must_be_reported(job):

@@ -28,6 +28,8 @@ def test_cdi_devices_must_be_requested_by_uuid_and_nothing_if_there_are_none():
     devices = {"driver": "cdi", "capabilities": ["gpu"], "device_ids": ["nvidia.com/gpu=GPU-1", "nvidia.com/gpu=GPU-2"]}
     wanted = {"deploy": {"resources": {"reservations": {"devices": [devices]}}}}
     assert toolkit.service("cdi", ["GPU-1", "GPU-2"]) == wanted
-    assert toolkit.service("cdi", []) == toolkit.service("runtime", ["GPU-1"]) == toolkit.environment("cdi", []) == {}
-    (request,) = toolkit.host_config("cdi", ["all"])["device_requests"]
+    assert toolkit.service("cdi", []) == toolkit.service("runtime", ["GPU-1"]) == {} and not toolkit.environment(
+        "cdi", []
+    )
+    (request,) = toolkit.host_config("cdi", ["all"])["DeviceRequests"]
     assert (request["Driver"], request["DeviceIDs"]) == ("cdi", ["nvidia.com/gpu=all"])

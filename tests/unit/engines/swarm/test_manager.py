@@ -257,7 +257,7 @@ def test_all_objects_of_a_job_must_be_removed_and_no_others(stub, managed, paths
     managed.manager.remove("j", 0.0)
     assert not managed.manager.objects("j") and len(managed.manager.objects("x")) == 4
     assert any(
-        "DELETE /containers" in request and {"force=True", "v=True"} <= {*request.split("?")[1].split("&")}
+        "DELETE /containers" in request and {"force=true", "v=true"} <= {*request.split("?")[1].split("&")}
         for request in stub.asked
     )
 
