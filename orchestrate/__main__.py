@@ -1,6 +1,5 @@
 """`python -m orchestrate`, and the command `orchestrate`."""
 
-import gc
 import os
 import sys
 
@@ -26,7 +25,6 @@ def forget_current_folder() -> None:
 def run() -> None:
     """Run the command line and exit with its exit code."""
     forget_current_folder()
-    gc.set_threshold(10_000)  # of the modules that are loaded, nothing is garbage
     try:
         if sys.argv[1:2] in (["run"], ["resume"], ["up"]):
             from orchestrate.console import phase, replaces

@@ -9,7 +9,7 @@ import shlex
 import shutil
 from pathlib import Path
 
-from orchestrate.console import quoted
+from orchestrate.console import print_message, quoted
 from orchestrate.errors import UsageError
 from orchestrate.files.folder import regular
 from orchestrate.node.command import of_python
@@ -108,11 +108,8 @@ def _is_program(spec: JobSpec, path: Path, exists: bool, top: Path) -> bool:
 def _check_file(script: str, path: Path, exists: bool, top: Path, here: Path) -> None:
     """Raise UsageError unless a script is a file that nodes see."""
     if not exists:
-        import difflib  # only here: it takes time to import
-
-        names = sorted(os.listdir(path.parent)[:MAX_NAMES]) if path.parent.is_dir() else []
-        near = difflib.get_close_matches(path.name, names, 1, 0.8)
-        hint = f"did you mean {Path(script).with_name(near[0])}?" if near else f"paths are relative to {here}"
+        near = _near(path)
+        hint = f"did you mean {Path(script).with_name(near)}?" if near else f"paths are relative to {here}"
         if script.startswith("examples/") and not path.parent.is_dir():
             hint = "the examples are in the repository, not in the package; python -m orchestrate run trains one"
         raise UsageError(f"the script {script} does not exist", hint)
@@ -121,6 +118,14 @@ def _check_file(script: str, path: Path, exists: bool, top: Path, here: Path) ->
             f"the script {script} is outside {top}, the folder that nodes see",
             f"run from its folder: cd {path.parent}",
         )
+
+
+def _near(path: Path) -> str:
+    """Return the file whose name is most similar to one that does not exist; empty if none is."""
+    import difflib  # only here: it takes time to import
+
+    names = sorted(os.listdir(path.parent)[:MAX_NAMES]) if path.parent.is_dir() else []
+    return next(iter(difflib.get_close_matches(path.name, names, 1, 0.8)), "")
 
 
 def _check_batch_script(path: Path) -> None:
@@ -152,5 +157,9 @@ def _check_program(shell: str, words: list[str], here: Path) -> None:
         for count in range(1, len(words) + 1):
             if (here / (path := " ".join([shell, *words[:count]]))).is_file():
                 raise UsageError(f"the script {shell} does not exist", f"quote the path: {shlex.quote(path)}")
+        if "." in shell and "/" not in shell and (near := _near(here / shell)):
+            raise UsageError(f"the script {shell} does not exist", f"did you mean {near}?")
+        if "/" not in shell and (near := _near(here / f"{shell}.py")):
+            print_message(f"{shell} is not a file, so it must be a program of the image; did you mean {near}?")
     if Path(shell).name in SHELLS and words and not words[0].startswith(("-", "/")) and not (here / words[0]).exists():
         raise UsageError(f"the script {words[0]} does not exist", f"paths are relative to {here}")

@@ -52,7 +52,8 @@ def _check(engine: Engine, spec: JobSpec, paths: JobPaths) -> None:
     try:
         plan(asked, *engine.inventory(asked, paths.shared, run_image=False), paths.root.name, 0)
     except ResourceError as error:
-        error.hint = "use fewer nodes or workers, or --gpus none"  # it would wait forever
+        if "--queue" in error.hint:  # it would wait forever
+            error.hint = "use fewer nodes or workers, or --gpus none"
         raise
 
 

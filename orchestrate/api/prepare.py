@@ -71,7 +71,8 @@ def prepare(spec: JobSpec, runs: Path, on: str = "") -> Prepared:
     open_stores.prepare(spec)
     engine.prepare(spec, paths.shared)
     with contextlib.ExitStack() as held, contextlib.ExitStack() as claim:
-        inventory, own = gpu_queue.reserve(engine, spec, paths, claim.enter_context(claims.Ticket(paths.root.name)))
+        ticket = claim.enter_context(claims.Ticket(paths.root.name, paths.root.parent))
+        inventory, own = gpu_queue.reserve(engine, spec, paths, ticket)
         own = dataclasses.replace(own, revision=revision())
         placement = _placement(spec, inventory, own, paths, engine, held, on)
         if placement is own:

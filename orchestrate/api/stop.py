@@ -42,10 +42,11 @@ def stop(
     left = data and data["left_behind"] and paths.cluster  # its files are still on nodes of a cluster
     if data and not left and not resources and not lock.supervisor(paths):
         return False
-    ask(paths, clock)
+    waited = ask(paths, clock)
     resources = removal.resources(engines, name)
     if resources or left or os.path.lexists(paths.root) and not run_dir.ended(paths):  # else `rm` has removed it
-        print_message(f"{name} has no supervisor: removing its nodes")
+        if not waited:  # a job in Slurm's queue has no nodes
+            print_message(f"{name} has no supervisor: removing its nodes")
         try:
             _stop_unsupervised(paths, resources, count)
         except BlockingIOError:  # it has one again
@@ -56,10 +57,11 @@ def stop(
     return True
 
 
-def ask(paths: JobPaths, clock: Clock = SYSTEM) -> None:
-    """Ask a job's supervisor to stop it, and return once it has no supervisor."""
-    attempts = 0
+def ask(paths: JobPaths, clock: Clock = SYSTEM) -> bool:
+    """Ask a job's supervisor to stop it; once it has none, return whether it was only in a queue."""
+    attempts, waited = 0, False
     while supervisor := lock.supervisor(paths):
+        waited = supervisor.waits()
         if not supervisor.ask_to_stop():  # it is just starting or exiting
             attempts += 1
             if attempts > MAX_STOP_ATTEMPTS:
@@ -71,9 +73,10 @@ def ask(paths: JobPaths, clock: Clock = SYSTEM) -> None:
                 )
             clock.sleep(0.1)
             continue
-        print_message(f"asking the supervisor of {paths.root.name} to stop")
+        print_message(f"canceling {supervisor}" if waited else f"asking the supervisor of {paths.root.name} to stop")
         while lock.supervisor(paths) == supervisor:
             clock.sleep(0.1)
+    return waited
 
 
 def _stop_unsupervised(paths: JobPaths, resources: list[tuple[Engine, str]], count: Callable[[JobSpec], Stops]) -> None:

@@ -71,7 +71,8 @@ def find(args: Args, engines: list[Engine]) -> Path:
     if why := owners.foreign(folder):
         raise UsageError(
             f"{folder} is not one of your run directories: {why}",
-            "name a job that you have started: python -m orchestrate ps --all",
+            owners.as_owner(folder, f"{args.command} {args.job}")
+            or "name a job that you have started: python -m orchestrate ps --all",
         )
     if folder.parent != args.runs:
         owners.check(folder.parent)
@@ -116,12 +117,15 @@ def _waiting(name: str) -> list[str]:
     return [claim.job for claim in waiting if claim.job.startswith(name)]
 
 
-def latest(runs: Path, shown: Path) -> str:
-    """Return this account's newest job; raises UsageError if there is none."""
+def latest(runs: Path, queued: bool = False) -> str:
+    """Return this account's newest job, with `queued` also one that waits; raises UsageError if there is none."""
     jobs = [paths for paths in _newest(_folders(runs)) if _is_job(paths)]
-    for paths in jobs:
-        if records.find(paths.root):
-            return paths.root.name
+    ours = next((paths for paths in jobs if records.find(paths.root)), None)
+    waiting = claims.waiting(runs)[-1:] if queued else []
+    if waiting and (not ours or waiting[0].since > 1e9 * created_at(ours)):
+        return waiting[0].job
+    if ours:
+        return ours.root.name
     if jobs:
         raise UsageError(f"the jobs in {runs} were created elsewhere", f"name one: {runs / jobs[0].root.name}")
     raise UsageError(f"no jobs in {runs}", "name a job of another folder, or select that with --runs")
@@ -137,9 +141,10 @@ def resolve_runs(args: Args) -> None:
     args.shown, name = args.runs or RUNS, args.job
     if "/" in name:
         args.shown, args.job = Path(name).parent, Path(name).name
-    args.runs = owners.check(args.shown)
+    starts = args.command in ("run", "up", "plan")
+    args.runs = owners.check(args.shown, hint="" if starts else owners.as_owner(args.shown, f"{args.command} {name}"))
     if name == LATEST:
-        args.job = latest(args.runs, args.shown)
+        args.job = latest(args.runs, queued=args.command == "stop")
 
 
 def each(args: Args) -> Iterator[Args]:

@@ -51,7 +51,9 @@ def current(runs: Path) -> Iterator[Listed]:
         elif busy:
             status = "pending" if busy.waits() else "running"
         else:
-            status = _without(state)
+            status = "no supervisor"
+        if state.owner not in (-1, os.geteuid()):
+            status = _of_another(state, status)
         shown.add(state.job_id)
         facts = (state.job_id, state.engine, state.nodes, status, state.paths.root, created_at(state.paths))
         yield Listed(*facts, metrics=_metrics(state.paths))
@@ -81,10 +83,10 @@ def queued() -> Iterator[Listed]:
             yield Listed(str(claim), "", 0, state, None, claim.since / 1e9)
 
 
-def _without(state: JobState) -> str:
-    """The state of a job without a supervisor that this account can see."""
-    others = state.owner not in (-1, os.geteuid())
-    return f"of {owners.person(state.owner)}" if others and os.geteuid() else "no supervisor"
+def _of_another(state: JobState, status: str) -> str:
+    """The state of another account's job or cluster: only root can see whether it has a supervisor."""
+    of = f"of {owners.person(state.owner)}"
+    return ", ".join([of, *status.split(", ")[1:]]) if os.geteuid() else f"{status}, {of}"
 
 
 def ended(runs: Path) -> Iterator[Listed]:

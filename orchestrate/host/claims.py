@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import hashlib
 import json
 import logging
 import math
@@ -53,6 +54,7 @@ class Claim:
     count: int  # how many of these
     uid: int  # of its account
     since: float  # Unix time at which it was made or last changed, in nanoseconds; accounts cannot set it back
+    runs: str = ""  # stands for the folder of its job, which other accounts need not know
 
     def __str__(self) -> str:
         """Describe the job in messages."""
@@ -90,6 +92,15 @@ def users(job: str, claims: list[Claim] | None = None) -> dict[str, Claim]:
     return {resource: claim for claim in known if claim.job != job for resource in claim.uses}
 
 
+def waiting(runs: Path) -> list[Claim]:
+    """Return the claims of this account's jobs in a folder that wait, in the order of the queue."""
+    return [one for one in found() if one.among and one.uid == os.geteuid() and one.runs == _short(runs)]
+
+
+def _short(runs: Path) -> str:
+    return hashlib.sha256(os.fsencode(runs)).hexdigest()[:16]
+
+
 def process(job: str) -> int:
     """Return the process of this account that has made the claim of a job; 0 if there is none."""
     with contextlib.suppress(OSError), _own() as folder:
@@ -104,9 +115,9 @@ def process(job: str) -> int:
 class Ticket:
     """The claim of a job, of this process; usable in a `with` block, which ends it."""
 
-    def __init__(self, job: str) -> None:
-        """Claim nothing yet."""
-        self.job, self.file, self.name = job, -1, ""
+    def __init__(self, job: str, runs: Path = Path()) -> None:
+        """Claim nothing yet; `runs` is the folder of the job."""
+        self.job, self.runs, self.file, self.name = job, _short(runs), -1, ""
         self.problem = ""  # why claims cannot be made here
         self.content: tuple[tuple[str, ...], tuple[str, ...], int] = (), (), 0
 
@@ -163,7 +174,7 @@ class Ticket:
     def _write(self, uses: tuple[str, ...], among: tuple[str, ...] = (), count: int = 0) -> None:
         if self.content == (uses, among, count):
             return
-        known = {"job": self.job, "uses": uses, "among": among, "count": count}
+        known = {"job": self.job, "runs": self.runs, "uses": uses, "among": among, "count": count}
         text = json.dumps(known | {"process": myself()}).encode()
         try:
             if self.file < 0:
@@ -283,4 +294,4 @@ def _claim(data: dict[str, Any], status: os.stat_result) -> Claim:
     if type(count) is not int or not 0 <= count <= len(among):
         raise ValueError("no count")
     since = status.st_ctime_ns if among else math.inf
-    return Claim(data["job"], uses, among, count, status.st_uid, since)
+    return Claim(data["job"], uses, among, count, status.st_uid, since, str(data.get("runs", "")))

@@ -35,11 +35,7 @@ def foreign(run: Path) -> str:
     return "other users can write to it" if status.st_mode & 0o022 else ""
 
 
-def check(
-    runs: Path,
-    what: str = "jobs",
-    hint: str = "use --runs to name a folder that only root can change, such as --runs /root/runs",
-) -> Path:
+def check(runs: Path, what: str = "jobs", hint: str = "") -> Path:
     """Resolve the folder of run directories; raises UsageError if the caller is root and another account can change it.
 
     An account that can change a folder in the path, or owns a link there, could redirect root while a job runs, and
@@ -58,7 +54,8 @@ def check(
         except FileNotFoundError:
             continue
         if (who := _changer(here, status, trusted)) and not users.alone():
-            raise UsageError(f"root cannot keep {what} in {Path.cwd() / runs}: {who} can change {here}", hint)
+            other = "use --runs to name a folder that only root can change, such as --runs /root/runs"
+            raise UsageError(f"root cannot keep {what} in {Path.cwd() / runs}: {who} can change {here}", hint or other)
     return here
 
 
@@ -138,6 +135,13 @@ def _members(group: int) -> set[int]:
             with contextlib.suppress(KeyError):
                 found.add(pwd.getpwnam(name).pw_uid)
     return found
+
+
+def as_owner(path: Path, command: str) -> str:
+    """Return how root runs one of our commands as the account that a path belongs to; empty for others than root."""
+    user = 0 if os.geteuid() or not path.exists() else path.lstat().st_uid
+    name = users.account(user) if user else ""
+    return f"run it as that user: runuser -u {name} -- python -m orchestrate {command.rstrip()}" if name else ""
 
 
 def person(user: int) -> str:

@@ -95,9 +95,12 @@ def _machine(host: str) -> dict[str, str]:
 
 
 def has_lost_its_first_machine(job: str) -> bool:
-    """Whether the machine with the batch script of a job is down; raises EngineError."""
-    host = facts(job).get("BatchHost", "")
-    return bool(host) and "DOWN" in _machine(host).get("State", "")
+    """Whether the machine with the batch script of a job is down, or came back without it; raises EngineError."""
+    known = facts(job)
+    host, nodes = known.get("BatchHost", ""), known.get("NodeList", "(null)")
+    if not host or nodes == "(null)":
+        return False
+    return host not in call("scontrol", "show", "hostnames", nodes).split() or "DOWN" in _machine(host).get("State", "")
 
 
 def answers(host: str) -> bool:

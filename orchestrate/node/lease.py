@@ -4,7 +4,8 @@ A relay on the orchestrator's machine answers datagrams, and outlives the orches
 second, and ends its workers after `LEASE_TIMEOUT` seconds without an answer; the orchestrator starts the next
 generation elsewhere only after that. So the two halves of a partitioned network never train at the same time.
 
-If that machine is the first one of a job of Slurm and is down, only its nodes can put the job back into the queue.
+If that machine is the first one of a job of Slurm, which has lost it, only its nodes can put the job back into the
+queue.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from orchestrate.node.loop import Loop
 from orchestrate.node.messages.protocol import LEASE_TIMEOUT, RENEW_INTERVAL
 
 QUESTION = 16  # bytes
-ABANDONED_AFTER = 60.0  # seconds without an answer after which a node of Slurm asks whether the machine is down
+ABANDONED_AFTER = 60.0  # seconds without an answer after which a node of Slurm asks whether it has lost the machine
 
 
 def answer(key: bytes, question: bytes) -> bytes:
@@ -46,7 +47,10 @@ def relay(key: bytes, sock: socket.socket) -> None:
 
 
 def give_back(job: str) -> None:
-    """Put a job of Slurm back into the queue if its first machine is down, or cancel it if that is disabled."""
+    """Put a job of Slurm back into the queue if it has lost its first machine, or cancel it if that is disabled.
+
+    A machine that has come back is not part of the job anymore.
+    """
 
     def said(*words: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(words, capture_output=True, text=True, timeout=ABANDONED_AFTER)
@@ -56,8 +60,12 @@ def give_back(job: str) -> None:
         return next((word.partition("=")[2] for word in words if word.startswith(f"{key}=")), "")
 
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        host = shown("job", job, "BatchHost")
-        if host and "DOWN" in shown("node", host, "State") and "disabled" in said("scontrol", "requeue", job).stderr:
+        host, nodes = shown("job", job, "BatchHost"), shown("job", job, "NodeList")
+        if not host or not nodes or nodes == "(null)":
+            return
+        lost = host not in said("scontrol", "show", "hostnames", nodes).stdout.split()
+        lost = lost or "DOWN" in shown("node", host, "State")
+        if lost and "disabled" in said("scontrol", "requeue", job).stderr:
             said("scancel", job)
 
 

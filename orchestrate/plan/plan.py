@@ -289,14 +289,16 @@ def _assigned_gpus(
     if shares and nproc <= len(gpus):  # each worker of a node still has its own
         return tuple(gpus[rank % len(gpus)] for rank in range(world_size))
     if gpus and len(gpus) < world_size:
+        note = f" ({inventory.gpu_note})" if inventory.gpu_note else ""
+        but, first = f"only {_number_is(len(gpus))} available{note}", "wait for them (--queue), " if note else ""
+        if isinstance(spec.gpus, int):
+            but, first = f"--gpus is {spec.gpus}", f"set --gpus {world_size}, "
         fewer = len(gpus) // nproc
-        ways = [f"--nodes {fewer}"] if fewer else []
-        wait = "wait for them (--queue), " if inventory.gpu_note and not spec.queue else ""
+        ways = [f"--nodes {fewer}"] * (fewer > 0) + ["--nproc-per-node 1"] * (nproc > 1)
         raise ResourceError(
-            f"{world_size} workers need {world_size} GPUs, but only {_number_is(len(gpus))} available"
-            + (f" ({inventory.gpu_note})" if inventory.gpu_note else ""),
-            f"{wait}use fewer nodes or workers ({', '.join([*ways, '--nproc-per-node 1'] if nproc > 1 else ways)}), "
-            + ("let nodes share GPUs (--set share_gpus=true), " * (nproc <= len(gpus) and inventory.engine != "slurm"))
+            f"{world_size} workers need {world_size} GPUs, but {but}",
+            f"{'' if spec.queue else first}use fewer nodes or workers ({', '.join(ways)}), "
+            + ("let nodes share GPUs (--set share_gpus=true), " * (fewer > 0 and inventory.engine != "slurm"))
             + "or train with gloo on CPU (--gpus none)",
         )
     return gpus
@@ -377,14 +379,12 @@ def _gpus(spec: JobSpec, inventory: Inventory) -> tuple[str, ...]:
             f"--gpus {spec.gpus}: {inventory.no_gpus}",
             "python -m orchestrate doctor lists GPUs and what is missing; use --gpus none to train with gloo on CPU",
         )
-    if isinstance(spec.gpus, int):
-        if spec.gpus > len(inventory.gpus):
-            raise ResourceError(
-                f"--gpus {spec.gpus}: only {_number_is(len(inventory.gpus))} available: {', '.join(inventory.gpus)}",
-                f"use --gpus {len(inventory.gpus)}, or --gpus all",
-            )
-        return inventory.gpus[: spec.gpus]
-    return inventory.gpus
+    if isinstance(spec.gpus, int) and spec.gpus > len(inventory.gpus):
+        raise ResourceError(
+            f"--gpus {spec.gpus}: only {_number_is(len(inventory.gpus))} available: {', '.join(inventory.gpus)}",
+            f"use --gpus {len(inventory.gpus)}, or --gpus all",
+        )
+    return inventory.gpus[: spec.gpus] if isinstance(spec.gpus, int) else inventory.gpus
 
 
 def _cores(cores: tuple[int, ...]) -> str:

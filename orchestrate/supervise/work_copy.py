@@ -70,5 +70,5 @@ def _warning(copy: Copy) -> str:
     names, more = ", ".join([*copy.unreadable][:NAMED]), len(copy.unreadable) - NAMED
     closed = shlex.join(dict.fromkeys(path for paths in [*copy.unreadable.values()][:NAMED] for path in paths))
     own = f"too large to copy, and closed to user {copy.owner[0]}, as whom nodes run" if copy.owner else "closed to you"
-    todo = f"chmod {'a' if copy.owner else 'u'}+rX {closed}, or use .dockerignore"
+    todo = f"--data NAME=PATH for data, .dockerignore for the rest, or chmod {'a' if copy.owner else 'u'}+rX {closed}"
     return f"workers cannot read {names}{f' and {more} more' * (more > 0)}: {own}; {todo}"

@@ -110,6 +110,9 @@ def until_end(args: Args, paths: JobPaths) -> int:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             signal.signal(signal.SIGHUP, signal.SIG_DFL)
     assert data
+    if followed and not paths.page.exists():
+        log = args.shown / paths.root.name / paths.supervisor_log.name
+        print_message(f"warning: {paths.page.name} could not be written: see {log}")
     return result.show(args, paths.root.name, data)
 
 

@@ -52,6 +52,8 @@ def run(args: Args) -> int:
         matches = [each for engine in engines for each in cluster.elsewhere(engine, args.runs) if each.name == named]
     if not matches and (lost := _lost_nodes(named)):
         return _remove_lost(args, named, lost)
+    if not matches:
+        _refuse_foreign(named)
     if len(matches) != 1:
         known = ", ".join(each.name for each in matches or clusters)
         what = f"{named} matches {len(matches)} clusters" if matches else f"no such cluster: {named}"
@@ -91,6 +93,16 @@ def _remove_partial(args: Args, paths: JobPaths) -> int:
         run_dir.remove(paths)
     print_message(f"{args.cluster} removed")
     return errors.SUCCEEDED
+
+
+def _refuse_foreign(name: str) -> None:
+    """Raise UsageError for the cluster of another account."""
+    for engine in registry.available_engines():
+        for state in engine.jobs():
+            if state.job_id == name and state.cluster and state.owner != os.geteuid():
+                raise UsageError(
+                    f"{name} belongs to {owners.person(state.owner)}", owners.as_owner(state.paths.root, f"down {name}")
+                )
 
 
 def _lost_nodes(name: str) -> list[tuple[Engine, str]]:

@@ -22,7 +22,7 @@ LEFT_TIMEOUT = 10.0  # seconds in which a process must have left the queue
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of `stop`."""
     options.add_job_name(parser, latest=False, needed=False)
-    parser.add_argument("--all", action="store_true", help="stop all jobs in --runs, and nodes of killed programs")
+    parser.add_argument("--all", action="store_true", help="stop all jobs in --runs, also in the queue, and nodes of killed programs")
     options.add_runs(parser)
     options.add_dry_run(parser)
 
@@ -34,14 +34,15 @@ def run(args: Args) -> int:
     if not args.all:
         return _stop(args)
     failure: errors.OrchestrateError | None = None
-    for row in [*listing.current(args.runs)]:
-        if row.run and row.run.parent == args.runs and not JobPaths(row.run).nodes.is_dir():
-            try:
-                _stop(args.of(row.name))
-            except errors.OrchestrateError as error:  # the others are stopped all the same
-                if failure:
-                    print_message(f"error: {failure}")
-                failure = error
+    waiting = [claim.job for claim in claims.waiting(args.runs)]
+    rows = [row for row in listing.current(args.runs) if row.run and row.run.parent == args.runs]
+    for name in [*waiting, *(row.name for row in rows if row.run and not JobPaths(row.run).nodes.is_dir())]:
+        try:
+            _stop(args.of(name))
+        except errors.OrchestrateError as error:  # the others are stopped all the same
+            if failure:
+                print_message(f"error: {failure}")
+            failure = error
     if failure:
         raise failure
     for each in cluster.found(args.runs):
@@ -82,7 +83,7 @@ def _stop_waiting(waits: find.Waits, args: Args) -> int:
     if args.dry_run:
         out(f"process {pid}")
         return errors.SUCCEEDED
-    os.kill(pid, signal.SIGINT)
+    os.kill(pid, signal.SIGTERM)  # shells let a command in the background ignore SIGINT
     if not wait_until(lambda: not claims.process(waits.job), LEFT_TIMEOUT, args.clock):
         raise errors.UsageError(f"{waits.job} still waits in the queue", f"kill {pid} ends its process")
     print_message(f"{waits.job} stopped")

@@ -55,6 +55,7 @@ PLUGINS = [  # where the `docker` command looks for Compose on Linux
     )
 ]
 TAKEN = re.compile(r"Bind for [\d.]+:(\d+) failed|listen tcp4? [\d.]+:(\d+): bind: address already in use")
+FOOTERS = ("For more help on how to use Docker", "Run 'docker --help'")  # of `docker` without its Compose plugin
 NO_NETWORKS = (
     "Docker's address pools are used up (31 networks by default): remove networks (docker network prune), "
     "or add default-address-pools to its daemon.json"
@@ -239,7 +240,8 @@ class Daemon:
         if process.returncode:
             if not capture:
                 print_message(essence(output))
-            line = (output.strip() or "it failed").splitlines()[-1]
+            lines = [line for line in output.splitlines() if line.strip() and not line.startswith(FOOTERS)]
+            line = (lines or ["it failed"])[-1].strip()
             message = f"docker compose: {line}"
             if "Cannot connect to the Docker daemon" in line or "error during connect" in line:
                 raise EngineLost(message, GET_DOCKER)

@@ -107,7 +107,8 @@ def _higher(plan: Plan, path: str) -> str:
     start = plan.placement.start
     above = os.path.commonpath([start, path])
     up, folder = os.path.relpath(above, start), os.path.relpath(start, above)
-    return f"cd {shlex.quote(up)}, and run --chdir {shlex.quote(folder)}" if above != "/" else ""
+    shared = above in ("/", os.path.expanduser("~"))  # nodes would see all that is in it
+    return "" if shared else f"cd {shlex.quote(up)}, and run --chdir {shlex.quote(folder)}"
 
 
 def _data(path: str) -> str:

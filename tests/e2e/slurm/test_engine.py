@@ -354,6 +354,23 @@ def test_the_end_of_the_allocation_must_let_workers_save_and_requeue_the_job_unt
 
 
 @pytest.mark.exhaustive
+def test_a_job_whose_first_machine_has_come_back_without_it_must_go_back_into_the_queue(jobs):
+    run = jobs.detach("--nodes", "2", "--", "count.py", "100000")
+    eventually(lambda: len(jobs.steps(run, 1)) > 15)
+    first = jobs.cluster("squeue", "-h", "-j", number(run), "-o", "%B").strip()
+
+    def machines() -> list[str]:
+        nodes = jobs.cluster("squeue", "-h", "-j", number(run), "-o", "%N").strip()
+        return jobs.cluster("scontrol", "show", "hostnames", nodes).split()
+
+    with jobs.cluster.without(first):
+        eventually(lambda: first not in machines(), timeout=100)
+    eventually(lambda: "PENDING" in jobs.cluster("squeue", "-h", "-j", number(run), "-o", "%T"), timeout=200)
+    assert jobs("stop", run.name)[0] == 0
+    assert report(run)["outcome"] == "stopped"
+
+
+@pytest.mark.exhaustive
 def test_a_job_whose_first_machine_is_lost_must_go_back_into_the_queue_and_be_stoppable(jobs):
     """With that, its supervisor is lost, too."""
     run = jobs.detach("--nodes", "2", "--", "count.py", "100000")

@@ -274,6 +274,14 @@ def test_a_program_must_be_found_in_the_folder_or_left_to_the_image(here, argume
     assert check_script(resolve({"command": arguments.format(here=here)})).command == tuple(runs.split())
 
 
+@pytest.mark.parametrize(("word", "near"), [("nots", True), ("nccl-test", False)])
+def test_a_program_that_is_named_almost_like_a_script_must_be_noted(here, capsys, word, near):
+    (here / "notes.py").touch()
+    assert check_script(resolve({"command": word})).command == (word,)
+    note = f"{word} is not a file, so it must be a program of the image; did you mean notes.py?\n"
+    assert capsys.readouterr().err == note * near
+
+
 @pytest.mark.parametrize(
     ("arguments", "why", "hint"),
     [
@@ -282,6 +290,8 @@ def test_a_program_must_be_found_in_the_folder_or_left_to_the_image(here, argume
         ("./none", "does not exist", "paths are relative to"),
         ("notes --lr 1", "the script notes does not exist", "did you mean notes.py?"),
         ("my two words.py --lr 1", "the script my does not exist", "quote the path: 'my two words.py'"),
+        ("notse.py --lr 1", "the script notse.py does not exist", "did you mean notes.py?"),
+        ("notes.pyy", "the script notes.pyy does not exist", "did you mean notes.py?"),
         ("./folder", "is a folder", "-- -m folder.MODULE"),
         ("bash none.sh a", "the script none.sh does not exist", "paths are relative to"),
         ("/bin/zsh none.sh", "the script none.sh does not exist", "paths are relative to"),

@@ -105,6 +105,7 @@ def test_lines_must_have_times_on_request(do, paths, engine):
 
 
 def test_attach_must_print_only_the_result_on_request(do, paths, engine):
+    paths.page.touch()
     do.clock = Meanwhile(lambda: end(paths))
     with supervised(paths.root):
         assert do("attach", "a-1", "-q") == (0, [], ["succeeded: 3 workers, 1.0 s", str(paths.root)])

@@ -78,14 +78,17 @@ def test_ps_must_list_jobs_that_have_ended_on_request(do, jobs):
 @pytest.mark.skipif(os.getuid() != 0, reason="must be root to close a folder to another account")
 def test_a_cluster_in_a_folder_that_this_account_cannot_enter_must_be_listed(do, tmp_path, monkeypatch):
     tmp_path.chmod(0o700)
-    state = runs_elsewhere(tmp_path / "cluster-1", "cluster-1")
+    state = runs_elsewhere(tmp_path / "cluster-1", "cluster-1", owner=12345)
     do.engine.states = [dataclasses.replace(state, run=state.run.parent / "nodes")]
     with folder_of_user() as home:
         monkeypatch.setenv("XDG_STATE_HOME", str(home))
 
         def check() -> None:
-            assert [row.name for row in listing.current(home)] == ["cluster-1"]
+            (row,) = listing.current(home)
+            assert row.name == "cluster-1" and row.state.startswith("of user 12345, holds ")
 
+        state_for_root = next(listing.current(home)).state
+        assert state_for_root.startswith("idle, ") and state_for_root.endswith(", of user 12345")
         as_user(check)
 
 

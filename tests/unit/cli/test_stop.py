@@ -14,7 +14,7 @@ from support.scripted import ALL_WELL, KILLED
 
 from orchestrate.engines import registry
 from orchestrate.errors import EngineError, OrchestrateError
-from orchestrate.host import records
+from orchestrate.host import claims, records
 from orchestrate.host.processes import myself
 from orchestrate.record import lock, run_dir
 from orchestrate.record.events import GenerationStarting
@@ -22,6 +22,17 @@ from orchestrate.record.paths import JobPaths
 from orchestrate.spec.spec import JobSpec
 from orchestrate.supervise import launch
 from orchestrate.supervise.context import BY_USER
+
+WAITS = """
+import signal, sys, time
+from pathlib import Path
+from orchestrate.host import claims
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+ticket = claims.Ticket("w-1", Path(sys.argv[1]))
+ticket.enqueue(("cores",), 1)
+print(flush=True)
+time.sleep(600)
+"""
 
 
 def test_stop_with_dry_run_must_only_show_what_it_would_remove(do, paths, engine):
@@ -56,6 +67,23 @@ def test_stop_must_end_all_jobs_of_a_folder_and_no_other(do, runs, paths, engine
                 "hint: python -m orchestrate ps; latest is the newest",
             ],
         )
+
+
+def test_stop_must_end_jobs_of_the_folder_that_wait_of_which_one_may_be_the_latest(do, runs, paths):
+    with claims.Ticket("q-1", runs) as waiting, claims.Ticket("f-1", runs.parent) as far:
+        waiting.enqueue(("cores",), 1)
+        far.enqueue(("cores",), 1)
+        assert do("stop", "latest", "--dry-run") == (0, [f"process {os.getpid()}"], [])
+        assert do("stop", "--all", "--dry-run")[1].count(f"process {os.getpid()}") == 1
+        assert do("events", "latest")[0] == 0  # of a-1, which has files
+    assert do("stop", "latest", "--dry-run") == (0, [], [])
+
+
+def test_a_job_that_waits_in_the_background_of_a_shell_must_be_stoppable(do, runs):
+    """Such a process ignores SIGINT."""
+    with subprocess.Popen([sys.executable, "-c", WAITS, runs], stdout=subprocess.PIPE) as process:
+        assert process.stdout and process.stdout.read(1)
+        assert do("stop", "w-1") == (0, [], ["w-1 stopped"])
 
 
 def test_stop_must_remove_clusters_whose_program_was_killed(do, runs, engine):

@@ -73,7 +73,9 @@ def test_no_command_must_act_on_a_run_directory_that_is_not_ours(
         assert (code, out) == (2, [])
         assert err == [
             f"error: {paths.root} is not one of your run directories: {FORGED[forge]}",
-            "hint: name a job that you have started: python -m orchestrate ps --all",
+            f"hint: run it as that user: runuser -u nobody -- python -m orchestrate {command} a-1"
+            if forge is of_another_user
+            else "hint: name a job that you have started: python -m orchestrate ps --all",
         ]
         assert other.poll() is None and do.engine.calls == []
     assert {*before, "supervisor.lock"} == {*os.listdir(paths.root)}
@@ -145,9 +147,11 @@ def test_root_must_not_keep_jobs_where_another_account_can_replace_them(do, tmp_
     os.chown(theirs, NOBODY, 0)
     code, out, err = do(*command)
     assert (code, out) == (2, [])
+    own = "run it as that user: runuser -u nobody -- python -m orchestrate " + " ".join(command)
+    other = "use --runs to name a folder that only root can change, such as --runs /root/runs"
     assert err == [
         f"error: root cannot keep jobs in {do.runs}: nobody (user {NOBODY}) can change {theirs}",
-        "hint: use --runs to name a folder that only root can change, such as --runs /root/runs",
+        f"hint: {other if below or command[0] in ('run', 'up', 'plan') else own}",
     ]
     assert do.engine.calls == [] and not theirs.joinpath("not").exists()
 

@@ -269,7 +269,7 @@ def test_the_users_environment_must_reach_every_worker():
     ("spec", "gpus", "message", "hint"),
     [
         (JobSpec(trainers=3, command=("x.py",)), 2, "4 workers need 4 GPUs, but only 2 are available", "--nodes 2"),
-        (JobSpec(trainers=3, gpus=2), 4, "4 workers need 4 GPUs, but only 2 are available", "--gpus none"),
+        (JobSpec(trainers=3, gpus=2), 4, "4 workers need 4 GPUs, but --gpus is 2", "set --gpus 4, use fewer"),
         (
             JobSpec(trainers=0, nproc_per_node=2),
             1,

@@ -77,6 +77,9 @@ def test_compose_must_be_used_if_installed_and_reported_if_missing(answers, comm
     with pytest.raises(ResourceError, match="Compose v2 is missing.*unknown command: compose"):
         Daemon()
     assert (tmp_path / "arguments").read_text().split()[-1] == "version"
+    command("echo docker: unknown command: compose; echo; echo \"Run 'docker --help' for more information\"; exit 1")
+    with pytest.raises(ResourceError, match="Compose v2 is missing: docker compose: docker: unknown command: compose"):
+        Daemon()
     command("exit 0")
     Daemon()
     monkeypatch.setenv("PATH", str(tmp_path))
