@@ -22,7 +22,9 @@ LEFT_TIMEOUT = 10.0  # seconds in which a process must have left the queue
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of `stop`."""
     options.add_job_name(parser, latest=False, needed=False)
-    parser.add_argument("--all", action="store_true", help="stop all jobs in --runs, also in the queue, and nodes of killed programs")
+    parser.add_argument(
+        "--all", action="store_true", help="stop all jobs in --runs, also in the queue, and nodes of killed programs"
+    )
     options.add_runs(parser)
     options.add_dry_run(parser)
 
