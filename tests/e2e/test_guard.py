@@ -81,6 +81,12 @@ def around(docker_engine):
 
 
 @pytest.fixture
+def helped(cli):
+    """Commands of root cannot enter the namespaces of nodes, as those of other users, and need helper containers."""
+    cli.prefix = ["setpriv", "--bounding-set", "-sys_admin"] if os.geteuid() == 0 else []
+
+
+@pytest.fixture
 def reach(cli):
     """Run a job that tries to reach places; return the results by rank."""
 
@@ -97,7 +103,12 @@ def reach(cli):
     return run
 
 
-def test_workers_must_reach_the_outside_but_not_this_machine_or_the_metadata_service(around, reach, nothing_left):
+@pytest.mark.parametrize("way", ["root", "helped"])
+def test_workers_must_reach_the_outside_but_not_this_machine_or_the_metadata_service(
+    around, reach, nothing_left, way, request
+):
+    if way == "helped":
+        request.getfixturevalue(way)
     blocked, open_ = around.places("tcp", "bind"), [f"tcp:{around.outside}:{around.port}"]
     near = f"near:gateway:{around.port}"
     datagrams = [f"udp:{host}:{around.port}" for host in (*around.here, "subnet", "255.255.255.255", "224.0.0.1")]
@@ -129,7 +140,7 @@ def test_a_restarted_node_must_be_filtered_before_it_starts_a_worker(cli, around
         assert len(found) == 2 and {value for one in found for value in one.values()} <= GUARDED
 
 
-def test_nodes_of_a_cluster_must_be_filtered_once_for_all_jobs(cli, around, reach, nothing_left):
+def test_nodes_of_a_cluster_must_be_filtered_once_for_all_jobs(cli, helped, around, reach, nothing_left):
     done = cli("up", "--engine", "docker", "--trainers", "1", *OPTIONS, "--set", "warm=false")
     name = done.stdout.strip()
     helpers = ["--filter", f"label={labels.GUARD}={name}"]
@@ -207,7 +218,7 @@ def test_users_of_this_machine_must_reach_a_node_only_with_host_access(guarded_n
 
 
 @pytest.fixture
-def hanging(cli):
+def hanging(cli, helped):
     """A job with one node, and its helper container, which hangs until it is killed."""
     (cli.folder / "hang.py").write_text("import signal\nsignal.pause()\n")
     patch = f"from orchestrate.node.programs import guard\nguard.__file__ = '{cli.folder}/hang.py'\n"
@@ -293,6 +304,5 @@ def test_names_must_be_resolved_by_a_name_server_on_this_machine(names, tmp_path
         assert docker("exec", node, "python", "-c", resolve) == "192.0.2.7\n"
     finally:
         helpers.close()
-        daemon.client.close()
         docker("rm", "--force", node)
         docker("network", "rm", network)

@@ -30,10 +30,11 @@ class Cli:
         self.env = {key: value for key, value in os.environ.items() if not key.startswith(("NODE_", "OMP_"))}
         self.env |= {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": WARNINGS, MARK: str(folder)}
         self.started: list[subprocess.Popen[str]] = []
+        self.prefix: list[str] = []  # of each command
 
     def __call__(self, *arguments: str, timeout: float = 300, **env: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [sys.executable, "-m", "orchestrate", *arguments],
+            [*self.prefix, sys.executable, "-m", "orchestrate", *arguments],
             cwd=self.folder,
             env=self.env | env,
             capture_output=True,
@@ -43,7 +44,7 @@ class Cli:
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
         process = subprocess.Popen(
-            [sys.executable, "-m", "orchestrate", *arguments],
+            [*self.prefix, sys.executable, "-m", "orchestrate", *arguments],
             cwd=self.folder,
             env=self.env,
             stdout=subprocess.PIPE,

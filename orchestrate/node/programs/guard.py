@@ -2,12 +2,13 @@
 
 A program that runs next to the node:
 
-    python -I -S guard.py MARK ADDRESS/MASK ... net:ADDRESS/MASK ... tcp:PORT ...
+    python -I -S guard.py MARK [dns:FILE] ADDRESS/MASK ... net:ADDRESS/MASK ... tcp:PORT ...
 
-The orchestrator runs it in a separate container that shares the node's network namespace and has CAP_NET_ADMIN there,
-which no node has. It sets up a packet filter (nf_tables) that rejects what the node sends to these addresses, and what
-it receives from them and from outside of its own networks (`net:`): torch's store has no password, and any user of
-the host could change its content; so could other containers, while Docker replaces its own rules between networks.
+The orchestrator runs it in the node's network namespace with CAP_NET_ADMIN there, which no node has: as root itself, or
+in a separate container. FILE is the node's resolv.conf, by default that of the container. It sets up a packet filter
+(nf_tables) that rejects what the node sends to these addresses, and what it receives from them and from outside of its
+own networks (`net:`): torch's store has no password, and any user of the host could change its content; so could other
+containers, while Docker replaces its own rules between networks.
 Routes are not enough: a socket that is bound to an interface (SO_BINDTODEVICE) or skips gateways (SO_DONTROUTE)
 bypasses them, and needs no capability for that.
 
@@ -195,9 +196,10 @@ def resolvers(path: str) -> list[bytes]:
 
 def main() -> None:
     """Set up the filter, then the mark."""
-    servers, words = resolvers("/etc/resolv.conf"), sys.argv[2:]
+    words = sys.argv[2:]
+    servers = resolvers(next((word[4:] for word in words if word[:4] == "dns:"), "/etc/resolv.conf"))
     ports, own = [word[4:] for word in words if word[:4] == "tcp:"], [word[4:] for word in words if word[:4] == "net:"]
-    blocked = [word for word in words if word[:4] not in ("tcp:", "net:")]
+    blocked = [word for word in words if word[:4] not in ("dns:", "tcp:", "net:")]
     for family in [IPV4] + [IPV6] * os.path.exists("/proc/net/if_inet6"):
         into = incoming(family, blocked, [*map(int, ports)], own)
         rules = {INCOMING: into, OUTGOING: outgoing(family, blocked, servers)}
