@@ -66,7 +66,7 @@ def _networks(daemon: Daemon) -> Iterator[Finding]:
     own: list[dict[str, Any]] = daemon.info.get("DefaultAddressPools") or []
     pools = [(base, pool["Size"]) for pool in own or POOLS if (base := subnet(pool.get("Base"))) and pool.get("Size")]
     with daemon.translating_errors("could not list its networks"):
-        found = [network.attrs for network in daemon.client.networks.list()]
+        found = daemon.networks()
     configs = [one for attrs in found for one in (attrs.get("IPAM") or {}).get("Config") or [] if one]
     taken = [net for one in configs if (net := subnet(one.get("Subnet")))]
     used = sum(any(net.overlaps(base) for base, _ in pools) for net in taken)
@@ -80,7 +80,7 @@ def _clock(daemon: Daemon) -> Iterator[Finding]:
     """Report an engine whose clock differs, as in a virtual machine that was suspended."""
     before = time.time()
     with daemon.translating_errors("could not tell its time"):
-        text = re.sub(r"\.\d+", "", daemon.client.info().get("SystemTime") or "").replace("Z", "+00:00")
+        text = re.sub(r"\.\d+", "", daemon.api.get("/info").get("SystemTime") or "").replace("Z", "+00:00")
     try:
         skew = datetime.fromisoformat(text).timestamp() - (before + time.time()) / 2
     except (ValueError, OverflowError):
@@ -92,12 +92,12 @@ def _clock(daemon: Daemon) -> Iterator[Finding]:
 def _mtu(daemon: Daemon) -> Iterator[Finding]:
     """Report networks whose packets are larger than this machine's link to the internet can carry."""
     with daemon.translating_errors("could not create a network"):
-        network = daemon.client.networks.create(f"doctor-{secrets.token_hex(6)}", driver="bridge")
+        given = {"Name": f"doctor-{secrets.token_hex(6)}", "Driver": "bridge"}
+        path = f"/networks/{daemon.api.post('/networks/create', given)['Id']}"
         try:
-            network.reload()
-            option = str((network.attrs.get("Options") or {}).get(MTU, ""))
+            option = str((daemon.api.get(path).get("Options") or {}).get(MTU, ""))
         finally:
-            network.remove()
+            daemon.api.delete(path)
     link, own = machine.link_mtu(), int(option) if option.isdecimal() else machine.ETHERNET
     if link is not None and link < own:
         what = f"packets of containers have up to {own} bytes, and this machine's link carries {link}"

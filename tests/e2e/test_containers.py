@@ -75,7 +75,7 @@ def test_every_worker_must_get_its_own_gpu_by_uuid(cli, nvidia_runtime, nothing_
 def test_fewer_gpus_than_workers_must_be_refused_with_a_hint(cli, nvidia_runtime, nothing_left):
     done = cli("run", "--gpus", "2", "--trainers", "3", "--", "probe.py")
     assert done.returncode == 4
-    assert "error: 4 workers need 4 GPUs, but only 2 are available" in done.stderr
+    assert "error: 4 workers need 4 GPUs, but --gpus is 2" in done.stderr
     assert "--nodes 2" in done.stderr and "--gpus none" in done.stderr
     assert not (cli.folder / "runs").exists()
 

@@ -8,6 +8,7 @@ import shutil
 import socket
 import subprocess
 import threading
+from pathlib import Path
 
 import pytest
 from support.faults import Background
@@ -18,6 +19,7 @@ from support.waiting import eventually
 
 from orchestrate.engines.docker import guard, labels
 from orchestrate.engines.docker.client import Daemon
+from orchestrate.node.programs import guard as program
 from orchestrate.spec.spec import IMAGE
 
 pytestmark = pytest.mark.docker
@@ -184,6 +186,26 @@ def guarded_node(request, cli, nothing_left, docker_engine):
     name = done.stdout.strip()
     yield docker("ps", "--quiet", "--filter", f"name={name}-master").strip()
     assert cli("down", name).returncode == 0
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can enter a namespace")
+def test_root_must_set_up_a_filter_only_in_the_namespace_of_the_container(docker_engine, tmp_path):
+    container = docker(
+        "run", "--detach", "--label", f"orchestrate.run={tmp_path}/", "--entrypoint", "sleep", IMAGE, "99"
+    )
+    identity, routes = container.strip(), Path("/proc/net/route").read_text()
+    try:
+        pid = int(docker("inspect", "--format", "{{.State.Pid}}", identity))
+        arguments = [Path(program.__file__).read_text(), "7", "dns:", "10.99.0.1/255.255.255.255"]
+        for other in ("0" * 64, identity[1:], identity[:-1]):
+            assert not guard.entered(other, pid, arguments)
+        assert not guard.entered(identity, os.getpid(), arguments)
+        assert not guard.entered(identity, pid, [*arguments[:2], "no/mask"]) and not guard.marked(pid, 7)
+        assert not guard.entered(identity, pid, ["pass", *arguments[1:]])  # leaves no mark
+        assert guard.entered(identity, pid, arguments) and guard.marked(pid, 7)
+        assert Path("/proc/net/route").read_text() == routes
+    finally:
+        docker("rm", "--force", identity)
 
 
 @pytest.mark.parametrize("user", ["0:0", "1000:1000"])

@@ -1,6 +1,7 @@
 """What commands cost, as counts: a change that makes one slower is seen here, and not only in benchmarks."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -16,7 +17,7 @@ LIMITS = {
     "logs": {"calls": 198_000, "modules": 252, "opened files": 170, "programs": 0},
     "run": {"calls": 415_000, "modules": 365, "opened files": 555, "programs": 5},  # local processes
 }
-IN_CONTAINERS = {"modules": 430, "programs": 2, "requests": 40}
+IN_CONTAINERS = {"modules": 430, "programs": 4, "requests": 32}  # of root, without helper containers
 SCRIPT = "import sys\nfor i in range(int(sys.argv[1])):\n    print('line', i)\n"
 RUN = ("run", "--engine", "process", "--trainers", "1", "--quiet")
 OF_311 = pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="the limits are those of Python 3.11")
@@ -72,6 +73,7 @@ def test_a_command_must_not_cost_more_than_before(measured, command, what):
 @OF_311
 @WITHOUT_GPUS
 @pytest.mark.docker
+@pytest.mark.skipif(os.geteuid() != 0, reason="the limits are those of root")
 def test_a_job_in_containers_must_not_cost_more_than_before(docker_engine, tmp_path):
     """Docker's SDK, for example, takes a tenth of a second to import."""
     cli = Cli(tmp_path)

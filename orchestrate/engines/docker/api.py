@@ -27,7 +27,10 @@ DEFAULT = "default"  # the context that always exists
 CONTEXT_HINT = "list contexts with docker context ls"
 TLS = ("DOCKER_TLS", "DOCKER_TLS_VERIFY")  # for $DOCKER_HOST; contexts have certificate files
 LOCAL = (None, "localhost", "127.0.0.1", "::1")
+PORT = 2375  # of `tcp://localhost`
 TIMEOUT = 60.0  # seconds to wait for an answer, as the SDK does
+
+NO_CHANGE = http.HTTPStatus.NOT_MODIFIED  # a container that is to be started runs, for example
 
 
 class Refused(Exception):
@@ -62,9 +65,9 @@ def errors() -> tuple[type[Exception], ...]:
 
 class _Connection(http.client.HTTPConnection):
     def __init__(self, host: str, timeout: float | None) -> None:
-        parts = urlsplit(host)
-        super().__init__(parts.hostname or "localhost", parts.port, timeout=timeout)
-        self.path = parts.path if parts.scheme == "unix" else ""
+        self.path = socket_of(host)
+        parts = urlsplit("" if self.path else host)
+        super().__init__(parts.hostname or "localhost", parts.port or PORT, timeout=timeout)
 
     def connect(self) -> None:
         if not self.path:
@@ -123,15 +126,15 @@ class Api:
         self, method: str, path: str, query: dict[str, Any], content: Any = None, timeout: float | None = TIMEOUT
     ) -> Iterator[tuple[http.client.HTTPResponse, socket.socket]]:
         values = {key: value if isinstance(value, (str, int)) else json.dumps(value) for key, value in query.items()}
-        target = quote(path, safe="/:@") + ("?" + urlencode(values) if values else "")
         body = None if content is None else json.dumps(content)
         try:
+            target = quote(path, safe="/:@") + ("?" + urlencode(values) if values else "")
             with contextlib.closing(_Connection(self.host, timeout)) as connection:
                 connection.request(method, target, body, {"Content-Type": "application/json"} if body else {})
                 sock = connection.sock
                 with connection.getresponse() as answer:
-                    if answer.status >= http.HTTPStatus.BAD_REQUEST:
-                        raise Refused(answer.status, _explanation(answer.read()))
+                    if answer.status >= http.HTTPStatus.MULTIPLE_CHOICES and answer.status != NO_CHANGE:
+                        raise Refused(answer.status, _explanation(answer.read()) or answer.reason)
                     yield answer, sock
         except (OSError, http.client.HTTPException, ValueError, RecursionError) as error:
             raise Unreachable(str(error) or type(error).__name__) from None
@@ -164,6 +167,11 @@ class Container:
     def remove(self) -> None:
         """Remove it, running or not, and its anonymous volumes."""
         self.api.remove(self.id)
+
+
+def socket_of(host: str) -> str:
+    """Return the path of the engine's socket; empty for an address with a port."""
+    return host.removeprefix("unix://") or SOCKET.removeprefix("unix://") if host.startswith("unix://") else ""
 
 
 def frames(text: bytes) -> Iterator[tuple[int, bytes]]:

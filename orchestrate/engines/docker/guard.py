@@ -23,9 +23,10 @@ from pathlib import Path
 from typing import Any
 
 from orchestrate.engines.docker import helper_containers, labels
-from orchestrate.engines.docker.api import Container, errors
+from orchestrate.engines.docker.api import Container, errors, socket_of
 from orchestrate.engines.docker.client import Daemon
 from orchestrate.errors import EngineError
+from orchestrate.files.folder import regular
 from orchestrate.node.programs import guard as program
 from orchestrate.node.trees import FOLDER
 from orchestrate.spec.spec import JobSpec
@@ -34,6 +35,8 @@ log = logging.getLogger(__name__)
 
 HELPER_TIMEOUT = 30  # seconds for a helper to finish
 MEMORY, PROCESSES = 64 << 20, 8  # limits of a helper
+RUNTIMES = ("runc", "crun", "nvidia")  # whose nodes use this machine's kernel
+MAX_NAMES = 64 << 10  # bytes of a resolv.conf
 METADATA = (
     "169.254.0.0/16",  # most clouds
     "100.100.100.200/32",  # Alibaba
@@ -122,9 +125,21 @@ class Guard:
             words += [f"net:{value}/{mask}" for value, mask in networks(node)]
             words += self.open if labels.node(node) == "master" else []
             mark = zlib.crc32("\n".join([source, *words]).encode()) >> 1  # the kernel prints it as a signed number
-            resolvers = str(inspected.get("ResolvConfPath", ""))
-            if not marked(pid, mark) and not entered(node.id, pid, [source, str(mark), f"dns:{resolvers}", *words]):
+            if marked(pid, mark):
+                return
+            if not self._may_enter(inspected) or not entered(
+                node.id, pid, [source, str(mark), _servers(inspected), *words]
+            ):
                 self._run_helper(node.id, ["python", "-I", "-S", "-c", source, str(mark), *words])
+
+    def _may_enter(self, inspected: dict[str, Any]) -> bool:
+        """Whether this process may act on what the engine says: it is root, as whom the engine runs on this machine.
+
+        The engine of another account could name any process. The network of a node in a sandbox is not the kernel's.
+        """
+        socket = socket_of(self.daemon.host)
+        ours = bool(socket) and not os.geteuid() and not os.stat(socket).st_uid
+        return ours and inspected.get("HostConfig", {}).get("Runtime") in RUNTIMES
 
     def _run_helper(self, node: str, command: list[str]) -> None:
         helper = helper_containers.create(
@@ -150,17 +165,16 @@ class Guard:
 
 
 def entered(container: str, pid: int, arguments: list[str]) -> bool:
-    """Run a program in the network namespace of a container's process; return whether that was possible and succeeded.
+    """Run a program in the network namespace of a container's process; return whether that has left its mark there.
 
-    `arguments` are its source and its own ones. Only root can do so, if the engine's processes are among its own.
+    `arguments` are its source, the mark and its other ones. Only root can do so, if it sees the engine's processes.
     """
-    if os.geteuid():
-        return False
+    of_container = re.compile(rf"[/-]{re.escape(container)}(\.scope)?(/|$)", re.M)
     with contextlib.suppress(OSError, subprocess.SubprocessError), contextlib.ExitStack() as stack:
         process = os.open(PROC / str(pid), FOLDER)  # stays that of this process, whoever gets its number
         stack.callback(os.close, process)
         with open(os.open("cgroup", os.O_RDONLY | os.O_CLOEXEC, dir_fd=process)) as file:
-            if container not in file.read():  # another process: that number is of the engine's machine
+            if not of_container.search(file.read()):  # another process: that number is of the engine's machine
                 return False
         namespace = os.open("ns/net", os.O_RDONLY | os.O_CLOEXEC, dir_fd=process)
         stack.callback(os.close, namespace)
@@ -168,12 +182,23 @@ def entered(container: str, pid: int, arguments: list[str]) -> bool:
             return False
         command = [sys.executable, "-I", "-S", "-c", ENTER, str(namespace), *arguments]
         done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=HELPER_TIMEOUT, pass_fds=[namespace]
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=HELPER_TIMEOUT,
+            pass_fds=[namespace],
+            start_new_session=True,  # Ctrl-C must not reach it
         )
         if done.returncode:
             log.info("a packet filter could not be set up from here: %s", done.stderr.decode(errors="replace")[-300:])
-        return not done.returncode
+        return not done.returncode and marked(pid, int(arguments[1]))
     return False
+
+
+def _servers(inspected: dict[str, Any]) -> str:
+    """Return the content of a node's resolv.conf, as an argument; raises OSError."""
+    with regular(str(inspected.get("ResolvConfPath", ""))) as file:
+        return "dns:" + file.read(MAX_NAMES).decode(errors="replace").replace("\0", "")
 
 
 def wanted(spec: JobSpec) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 from orchestrate.console import clean, during, phase, print_message
 from orchestrate.engines.base import SWARMS, ignoring
@@ -122,14 +123,8 @@ def ensure_image(daemon: Daemon, spec: JobSpec) -> None:
         return
     if spec.image == IMAGE:
         return _build(daemon)
-    from docker.errors import DockerException  # only here: it takes time to import
-
     with daemon.translating_errors(f"could not pull {spec.image}"):
-        try:
-            _pull(daemon, spec.image)
-        except DockerException as error:
-            hint = "check the name, run docker login, or build it: docker build -t NAME ."
-            raise ResourceError(f"cannot find or pull the image {spec.image}: {reason(error)}", hint) from None
+        _pull(daemon.client.api, spec.image)
 
 
 def _build(daemon: Daemon) -> None:
@@ -143,22 +138,26 @@ def _build(daemon: Daemon) -> None:
         raise ResourceError(f"could not build the image {IMAGE}: {error}", hint) from None
 
 
-def _pull(daemon: Daemon, image: str) -> None:
-    """Pull an image; raises what `errors` returns."""
-    from docker.errors import APIError
+def _pull(api: Any, image: str) -> None:
+    """Pull an image by the SDK's client; raises ResourceError, and what `errors` returns."""
+    from docker.errors import APIError, DockerException
     from docker.utils import parse_repository_tag
 
     print_message(f"pulling the image {image}")
-    repository, tag = parse_repository_tag(image)
     done: dict[str, tuple[int, int]] = {}  # layer: bytes downloaded and in total
-    for event in daemon.client.api.pull(repository, tag or "latest", stream=True, decode=True):
-        if error := event.get("error"):
-            raise APIError(error)
-        sizes = event.get("progressDetail") or {}
-        if event.get("status") == "Downloading" and sizes.get("total"):
-            done[event["id"]] = sizes["current"], sizes["total"]
-            current, total = (sum(each) for each in zip(*done.values()))
-            phase(f"pulling the image {image}: {current >> 20} of {total >> 20} MB")
+    try:
+        repository, tag = parse_repository_tag(image)
+        for event in api.pull(repository, tag or "latest", stream=True, decode=True):
+            if error := event.get("error"):
+                raise APIError(error)
+            sizes = event.get("progressDetail") or {}
+            if event.get("status") == "Downloading" and sizes.get("total"):
+                done[event["id"]] = sizes["current"], sizes["total"]
+                current, total = (sum(each) for each in zip(*done.values()))
+                phase(f"pulling the image {image}: {current >> 20} of {total >> 20} MB")
+    except DockerException as error:
+        hint = "check the name, run docker login, or build it: docker build -t NAME ."
+        raise ResourceError(f"cannot find or pull the image {image}: {reason(error)}", hint) from None
     phase("")
 
 

@@ -2,10 +2,10 @@
 
 A program that runs next to the node:
 
-    python -I -S guard.py MARK [dns:FILE] ADDRESS/MASK ... net:ADDRESS/MASK ... tcp:PORT ...
+    python -I -S guard.py MARK [dns:TEXT] ADDRESS/MASK ... net:ADDRESS/MASK ... tcp:PORT ...
 
 The orchestrator runs it in the node's network namespace with CAP_NET_ADMIN there, which no node has: as root itself, or
-in a separate container. FILE is the node's resolv.conf, by default that of the container. It sets up a packet filter
+in a separate container. TEXT is the node's resolv.conf, by default that of the container. It sets up a packet filter
 (nf_tables) that rejects what the node sends to these addresses, and what it receives from them and from outside of its
 own networks (`net:`): torch's store has no password, and any user of the host could change its content; so could other
 containers, while Docker replaces its own rules between networks.
@@ -184,20 +184,23 @@ def marked(routes: str, value: int | None = None) -> bool:
     return str(value) in found if value is not None else bool(found)
 
 
-def resolvers(path: str) -> list[bytes]:
+def resolvers(names: str) -> list[bytes]:
     """All addresses in a resolv.conf, including the upstream servers that Docker lists in a comment."""
     found = []
-    with open(path) as file:
-        for word in file.read().replace("[", " ").replace("]", " ").split():
-            with contextlib.suppress(OSError):
-                found.append(packed(word))
+    for word in names.replace("[", " ").replace("]", " ").split():
+        with contextlib.suppress(OSError):
+            found.append(packed(word))
     return found
 
 
 def main() -> None:
     """Set up the filter, then the mark."""
     words = sys.argv[2:]
-    servers = resolvers(next((word[4:] for word in words if word[:4] == "dns:"), "/etc/resolv.conf"))
+    given = [word[4:] for word in words if word[:4] == "dns:"]
+    if not given:
+        with open("/etc/resolv.conf") as file:
+            given = [file.read()]
+    servers = resolvers(given[0])
     ports, own = [word[4:] for word in words if word[:4] == "tcp:"], [word[4:] for word in words if word[:4] == "net:"]
     blocked = [word for word in words if word[:4] not in ("dns:", "tcp:", "net:")]
     for family in [IPV4] + [IPV6] * os.path.exists("/proc/net/if_inet6"):

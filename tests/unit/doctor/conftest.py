@@ -38,10 +38,13 @@ class Engine:
 
     def __init__(self, networks: Sequence[object], **info: object) -> None:
         self.info = {"ServerVersion": "28.0.1", "CgroupVersion": "2", **info}
-        options = info.pop("NetworkOptions", {})
-        new = SimpleNamespace(attrs={"Options": options}, reload=lambda: None, remove=lambda: None)
-        manager = SimpleNamespace(list=lambda: networks, create=lambda name, driver: new)
-        self.client = SimpleNamespace(networks=manager, info=lambda: self.info)
+        network = {"Options": info.pop("NetworkOptions", {})}
+        self.networks = lambda: networks
+        self.api = SimpleNamespace(
+            get=lambda path: self.info if path == "/info" else network,
+            post=lambda path, content: {"Id": "new"},
+            delete=lambda path: None,
+        )
 
     def compose(self, *_: str, **__: object) -> str:
         return "2.30.3\n"

@@ -1,7 +1,6 @@
 """Findings of `doctor` on the settings of an engine and on the limits of this machine."""
 
 import datetime
-import types
 
 import pytest
 
@@ -9,7 +8,7 @@ from orchestrate.doctor import machine
 
 
 def network(*subnets: object, **attrs: object) -> object:
-    return types.SimpleNamespace(attrs={"IPAM": {"Config": [{"Subnet": one} for one in subnets]}, **attrs})
+    return {"IPAM": {"Config": [{"Subnet": one} for one in subnets]}, **attrs}
 
 
 def lines_with(found, capsys, word: str, **facts: object) -> list[str]:

@@ -7,7 +7,7 @@ from support.contexts import CASES, NAMES, assert_tls_refused, configure, contex
 
 from orchestrate.cli.main import main
 from orchestrate.engines import registry
-from orchestrate.engines.docker.api import SOCKET, TLS, address
+from orchestrate.engines.docker.api import SOCKET, TLS, address, socket_of
 from orchestrate.errors import EngineError, ResourceError
 from orchestrate.spec.layers import resolve
 
@@ -132,6 +132,19 @@ def test_auto_must_report_the_fallback_to_local_processes_if_no_engine_answers(
     assert line.startswith("cannot connect to Docker at unix:///") and "running as local processes" in line
     with pytest.raises(EngineError, match="cannot connect to Docker"):
         registry.select_engine(resolve({"engine": "docker"}))
+
+
+@pytest.mark.parametrize(
+    ("host", "path"),
+    [
+        ("unix:///a/b.sock", "/a/b.sock"),
+        ("unix:///a b/c#d?e%20.sock", "/a b/c#d?e%20.sock"),
+        ("unix://", "/var/run/docker.sock"),
+        ("tcp://localhost:1", ""),
+    ],
+)
+def test_the_path_of_a_socket_must_be_as_docker_reads_it(host, path):
+    assert socket_of(host) == path
 
 
 def test_an_engine_without_compose_must_count_as_no_engine(config, monkeypatch, capsys, answers):

@@ -154,6 +154,15 @@ def test_a_refusal_must_be_distinguished_from_an_unreachable_engine(answers, dae
     assert lost.value.hint == daemon_module.GET_DOCKER
 
 
+def test_an_answer_that_leads_elsewhere_must_count_as_a_refusal(answers, daemon):
+    """As for an image name with `//`, which the engine cleans."""
+    answers.refusals["GET /images/a//b/json"] = 301, ""
+    with pytest.raises(EngineError, match="could not inspect a//b: Moved Permanently"):
+        daemon.image("a//b")
+    answers.refusals["POST /containers/x/start"] = 304, ""  # it runs already
+    daemon.api.post("/containers/x/start")
+
+
 def test_each_container_must_be_handled_even_if_some_have_already_ended(answers, daemon):
     nodes = [answers.container(f"trainer-{number}") for number in range(1, 5)]
     answers.refusals[f"POST /containers/{nodes[0]['Id']}/kill"] = 404, "No such container"
