@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -166,8 +165,9 @@ def test_a_detached_job_must_be_supervised_by_a_background_process(do, engine, r
 
 def test_ctrl_c_must_end_a_supervisor_that_has_not_begun(do, engine, runs, tmp_path, monkeypatch):
     python = tmp_path / "python"
-    threads = f"/proc/{os.getpid()}/task"  # one more once the command waits for its supervisor
-    waits = f"while [ $(ls {threads} | wc -l) = {threading.active_count()} ]; do :; done"
+    threads = f"/proc/{os.getpid()}/task"  # with a new one once the command waits for its supervisor
+    known = " ".join(f"-e {thread}" for thread in os.listdir(threads))
+    waits = f"until ls {threads} | grep -q -v -x {known}; do :; done"
     python.write_text(f"#!/bin/sh\necho $$ >{tmp_path}/pid\n{waits}\nkill -INT {os.getpid()}\nexec sleep 600\n")
     python.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))
