@@ -127,15 +127,17 @@ class Guard:
             mark = zlib.crc32("\n".join([source, *words]).encode()) >> 1  # the kernel prints it as a signed number
             if marked(pid, mark):
                 return
-            if not self._may_enter(inspected) or not entered(
-                node.id, pid, [source, str(mark), _servers(inspected), *words]
-            ):
-                self._run_helper(node.id, ["python", "-I", "-S", "-c", source, str(mark), *words])
+            with contextlib.suppress(OSError):  # for example, in a container with the engine's socket
+                arguments = [source, str(mark), _servers(inspected), *words] if self._may_enter(inspected) else []
+                if arguments and entered(node.id, pid, arguments):
+                    return
+            self._run_helper(node.id, ["python", "-I", "-S", "-c", source, str(mark), *words])
 
     def _may_enter(self, inspected: dict[str, Any]) -> bool:
         """Whether this process may act on what the engine says: it is root, as whom the engine runs on this machine.
 
         The engine of another account could name any process. The network of a node in a sandbox is not the kernel's.
+        Raises OSError.
         """
         socket = socket_of(self.daemon.host)
         ours = bool(socket) and not os.geteuid() and not os.stat(socket).st_uid

@@ -1,6 +1,7 @@
 """Requests to an engine for the packet filter of nodes, and what happens if it refuses them."""
 
 import dataclasses
+import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import wait
@@ -69,6 +70,19 @@ def test_a_helper_must_have_one_capability_and_no_files_of_this_machine(job):
     assert job.answers.requests("DELETE") == ["DELETE /containers/made"] * 2
     assert job.answers.query_of("DELETE /containers/made")[0] == {"v": "true", "force": "true"}
     assert job.warnings() == []
+
+
+@pytest.mark.parametrize("names", ["", "/none", "/etc/hosts"])
+def test_a_node_whose_process_is_not_here_must_get_a_helper(job, names):
+    """As for root in a container with the engine's socket, where that number is another process."""
+    engine = protected(job)
+    for node in job.answers.containers:
+        state = {"Pid": os.getpid(), "StartedAt": job.answers.started, "Running": True}
+        facts = {"State": state, "HostConfig": {"Runtime": "runc"}, "ResolvConfPath": names}
+        job.answers.replies[f"GET /containers/{node['Id']}/json"] = {"Id": node["Id"], **facts}
+        node["NetworkSettings"]["Networks"]["j_job"] = {"EndpointID": f"second-{node['Id']}"}
+    again(engine)
+    assert len(helped(job)) == 4 and job.warnings() == []
 
 
 def test_a_node_must_get_a_helper_each_time_it_starts_and_only_then(job):
