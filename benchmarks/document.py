@@ -22,9 +22,9 @@ REASONS = {
     "cold-start": "each way imports torch four times on two cores, which takes most of the time. Besides, orchestrate "
     "copies the code folder, this repository with its 800 files, and puts a packet filter into each node before a "
     "worker starts.",
-    "warm-start": "half a second of it is the copy of this repository, in which 800 files are created: that takes half "
-    "a millisecond for each on this disk. The other half is the command's own Python, such as imports and the report, "
-    "and the job itself.",
+    "warm-start": "a third of a second of it is the copy of this repository, in which 800 files are created. Without "
+    "that, the job takes a quarter of a second (fork, process group, torch's end), and the command's own Python, above "
+    "all its imports, about as much.",
     "restart": "workers start again within a tenth of a second; what follows is their process group, DDP's first step "
     "and the step that is counted, in four processes on two cores.",
     "node-loss": "besides the start and the import, the other workers are stopped first, and DDP takes its first "
