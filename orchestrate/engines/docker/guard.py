@@ -2,7 +2,7 @@
 
 Nodes have no capabilities, so `node/programs/guard.py` sets up the filter from outside, while nodes import torch;
 workers start only after that. As root on the engine's machine, a process of ours enters a node's network namespace;
-otherwise a helper container does, which takes ten times as long. A helper has a capability and its result is trusted,
+otherwise a helper container does, which takes longer. A helper has a capability and its result is trusted,
 so it runs in the project's image, never in the job's.
 """
 
