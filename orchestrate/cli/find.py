@@ -113,8 +113,7 @@ def _matches(args: Args, engines: list[Engine]) -> tuple[dict[str, Path], list[s
 
 def _waiting(name: str) -> list[str]:
     """Return the jobs of this account in the queue whose names begin with this one; they have no files yet."""
-    waiting = [claim for claim in claims.found() if claim.among and claim.uid == os.geteuid()]
-    return [claim.job for claim in waiting if claim.job.startswith(name)]
+    return [claim.job for claim in claims.waiting() if claim.job.startswith(name)]
 
 
 def latest(runs: Path, queued: bool = False) -> str:

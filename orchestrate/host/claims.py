@@ -54,7 +54,7 @@ class Claim:
     count: int  # how many of these
     uid: int  # of its account
     since: float  # Unix time at which it was made or last changed, in nanoseconds; accounts cannot set it back
-    runs: str = ""  # stands for the folder of its job, which other accounts need not know
+    runs: str = ""  # digest of its job's folder: other accounts can read claims
 
     def __str__(self) -> str:
         """Describe the job in messages."""
@@ -92,9 +92,10 @@ def users(job: str, claims: list[Claim] | None = None) -> dict[str, Claim]:
     return {resource: claim for claim in known if claim.job != job for resource in claim.uses}
 
 
-def waiting(runs: Path) -> list[Claim]:
-    """Return the claims of this account's jobs in a folder that wait, in the order of the queue."""
-    return [one for one in found() if one.among and one.uid == os.geteuid() and one.runs == _short(runs)]
+def waiting(runs: Path | None = None) -> list[Claim]:
+    """Return the claims of this account's jobs that wait, in one folder or in all, in the order of the queue."""
+    own = [one for one in found() if one.among and one.uid == os.geteuid()]
+    return own if runs is None else [one for one in own if one.runs == _short(runs)]
 
 
 def _short(runs: Path) -> str:

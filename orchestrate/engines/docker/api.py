@@ -29,7 +29,6 @@ TLS = ("DOCKER_TLS", "DOCKER_TLS_VERIFY")  # for $DOCKER_HOST; contexts have cer
 LOCAL = (None, "localhost", "127.0.0.1", "::1")
 PORT = 2375  # of `tcp://localhost`
 TIMEOUT = 60.0  # seconds to wait for an answer, as the SDK does
-
 NO_CHANGE = http.HTTPStatus.NOT_MODIFIED  # a container that is to be started runs, for example
 
 

@@ -118,8 +118,8 @@ class Guard:
     def _protect(self, node: Container) -> None:
         """Set up the filter, unless an earlier orchestrator has set up the same one."""
         with self.daemon.translating_errors("could not run a helper container"):
-            inspected = self.daemon.api.get(f"/containers/{node.id}/json")
-            pid = inspected["State"]["Pid"]
+            facts = self.daemon.api.get(f"/containers/{node.id}/json")
+            pid = facts["State"]["Pid"]
             source = Path(program.__file__).read_text()
             words = [f"{value}/{mask}" for value, mask in blocked(self.daemon.info, node)]
             words += [f"net:{value}/{mask}" for value, mask in networks(node)]
@@ -128,8 +128,7 @@ class Guard:
             if marked(pid, mark):
                 return
             with contextlib.suppress(OSError):  # for example, in a container with the engine's socket
-                arguments = [source, str(mark), _servers(inspected), *words] if self._may_enter(inspected) else []
-                if arguments and entered(node.id, pid, arguments):
+                if self._may_enter(facts) and entered(node.id, pid, [source, str(mark), _servers(facts), *words]):
                     return
             self._run_helper(node.id, ["python", "-I", "-S", "-c", source, str(mark), *words])
 
@@ -173,7 +172,7 @@ def entered(container: str, pid: int, arguments: list[str]) -> bool:
     """
     of_container = re.compile(rf"[/-]{re.escape(container)}(\.scope)?(/|$)", re.M)
     with contextlib.suppress(OSError, subprocess.SubprocessError), contextlib.ExitStack() as stack:
-        process = os.open(PROC / str(pid), FOLDER)  # stays that of this process, whoever gets its number
+        process = os.open(PROC / str(pid), FOLDER)  # still this process if its pid is used again
         stack.callback(os.close, process)
         with open(os.open("cgroup", os.O_RDONLY | os.O_CLOEXEC, dir_fd=process)) as file:
             if not of_container.search(file.read()):  # another process: that number is of the engine's machine
